@@ -1,1 +1,4 @@
-"""Duels: ours and a peer in one run, a ratio out. `python -m benchmarks` runs those this machine can."""
+"""Benchmarks that compare Halation with a peer in one run and report a ratio.
+
+`python -m benchmarks` runs those that this machine supports.
+"""

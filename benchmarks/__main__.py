@@ -1,4 +1,7 @@
-"""`python -m benchmarks [--size small] [--only NAME ...]`: run the benchmarks this machine can, one after the other, each in its own process."""
+"""`python -m benchmarks [--size small] [--only NAME ...]`: run the benchmarks.
+
+Those that this machine supports are run one after the other, each in its own process.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def main() -> int:
 
 
 def run(name: str, asked: argparse.Namespace) -> dict[str, Any] | None:
-    """One benchmark in a process of its own, so that none inherits another's memory or threads; None where it failed."""
+    """Run one benchmark in a separate process, with clean memory; None if it failed."""
     with tempfile.TemporaryDirectory(prefix="halation_benchmark_") as folder:
         output = Path(folder) / "report.json"
         command = [sys.executable, "-m", f"benchmarks.{name}", "--size", asked.size, "--output", str(output)]

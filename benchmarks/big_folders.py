@@ -1,4 +1,7 @@
-"""Run folders of any size, made in seconds: the real ledger, config, metrics and samples.json, with few distinct images linked to all names."""
+"""Creates run folders of any size in seconds.
+
+Ledger, config, metrics and samples.json are real; all image names are links to a few distinct images.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from halation.sample_specs import SampleSpec
 from halation.training.config import TrainConfig
 
 NUM_DISTINCT = 32
-"""A file takes at most 65,000 names on ext4, so 32 serve for two million images."""
+"""A file has at most 65,000 links on ext4, so 32 are enough for two million images."""
 REASONS = ("RuntimeError: CUDA out of memory", "NanError: the image has values that are no numbers")
 SUBJECTS = ("street", "harbour", "bridge", "forest", "station", "market", "lighthouse", "kitchen", "desert", "library")
 LIGHTS = ("at dawn", "at noon", "in the rain", "under snow", "by night", "in fog", "after a storm")
@@ -30,14 +33,14 @@ MANNERS = ("oil on canvas", "35 mm film", "a woodcut", "a watercolour", "a bluep
 
 
 def prompt_of(index: int) -> str:
-    """A prompt of a few words that many rows share, and one word that only this row has."""
+    """Return a prompt with words that many rows share, and one word unique to this row."""
     subject = SUBJECTS[index % len(SUBJECTS)]
     light, manner = LIGHTS[index // 10 % len(LIGHTS)], MANNERS[index // 70 % len(MANNERS)]
     return f"a {subject} {light}, {manner}, number{index}"
 
 
 def images(size: int, number: int = NUM_DISTINCT) -> list[bytes]:
-    """Distinct PNGs with a gradient, a disc and some grain, about as large as a drawn image of this size."""
+    """Return distinct PNGs with a gradient, a disc and grain, of a realistic file size."""
     random = np.random.default_rng(0)
     y, x = np.mgrid[0:size, 0:size] / max(1, size - 1)
     files = []
@@ -68,9 +71,10 @@ def generation_folder(
     size: int = 64,
     prompts: Sequence[str] = (),
 ) -> Path:
-    """A folder as `halation generate` leaves it with `num_done` rows settled (by default all), every `failed_every`th of them failed.
+    """Create a folder as `halation generate` writes it.
 
-    The first rows take `prompts`, the others `prompt_of`. Workers drew in turns of four, as batches are dealt out.
+    `num_done` rows (by default all) have an outcome, and every `failed_every`th of them failed. The first rows use
+    `prompts`, the others `prompt_of`. Workers take turns of four images, like batches.
     """
     folder.mkdir(parents=True)
     config = GenerateConfig(
@@ -102,7 +106,7 @@ def settle(
     workers: Sequence[str],
     files: Sequence[bytes],
 ) -> None:
-    """Record outcomes of these rows as a running command does, and put their images there first."""
+    """Write the images of these rows, then record their outcomes, as a running command does."""
     digests = [combined_digest([data]) for data in files]
     names = _distinct(folder / "logs" / ".distinct", files)
     outcomes = []
@@ -143,7 +147,10 @@ def training_folder(
     raw: bool = False,
     prompts: Sequence[str] = (),
 ) -> Path:
-    """A folder as `halation train` leaves it after `num_steps` times of sampling, one each `every` steps, with a checkpoint at every tenth."""
+    """Create a folder as `halation train` writes it, sampled `num_steps` times.
+
+    There are samples every `every` steps, and a checkpoint at every tenth of them.
+    """
     folder.mkdir(parents=True)
     texts = tuple(prompts[index] if index < len(prompts) else prompt_of(index) for index in range(num_prompts))
     config = TrainConfig(
@@ -162,7 +169,7 @@ def training_folder(
 
 
 def sample(folder: Path, step: int, prompts: Sequence[str], names: Sequence[Path], raw: bool = False) -> None:
-    """One step's samples: the images first and samples.json last, as training publishes them."""
+    """Write the samples of one step: the images first and samples.json last, as in training."""
     place = folder / "samples" / runs.step_name(step)
     place.mkdir(parents=True)
     rows = []
@@ -184,7 +191,7 @@ def loss_at(step: int) -> float:
 
 
 def write_metrics(folder: Path, num_steps: int, every: int) -> None:
-    """Ten lines of numbers between two samples."""
+    """Write ten metrics lines between two samples."""
     lines = [json.dumps(metrics_row(step)) + "\n" for step in range(1, num_steps + 1, max(1, every // 10))]
     (folder / runs.METRICS_FILE).write_text("".join(lines))
 
@@ -197,5 +204,5 @@ def metrics_row(step: int) -> dict[str, Any]:
 
 
 def distinct(folder: Path) -> list[Path]:
-    """The images that `generation_folder` and `training_folder` link to, to add more with `sample`."""
+    """Return the images that the folders link to, to add more with `sample`."""
     return sorted((folder / "logs" / ".distinct").iterdir(), key=lambda path: int(path.stem))

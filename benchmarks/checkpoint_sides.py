@@ -1,4 +1,4 @@
-"""The sides of the checkpoint duel: three ways to put the same tensors on a disk while somebody wants to go on training."""
+"""The sides of the checkpoint duel: three ways to save the same tensors during training."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Side(Protocol):
     """A way to save."""
 
     def save(self, state: State) -> None:
-        """Returns when training may go on."""
+        """Save; return when training may continue."""
 
     def busy(self) -> bool:
         return False
 
     def before_update(self) -> None:
-        """Called before the weights change."""
+        """Wait until the weights may change."""
         return
 
     def finish(self) -> None:
-        """Until everything is written; then there is room for the next."""
+        """Wait until everything is written, and make room for the next save."""
         return
 
 
 class Ours(Side):
-    """`world.checkpoint` as a run of one rank uses it; only the newest stays on disk."""
+    """`CheckpointWriter` as in a run with one rank; only the newest checkpoint stays on disk."""
 
     def __init__(self, world: Any, folder: Path, state: State) -> None:
         from halation.distributed.checkpoint.writer import CheckpointWriter
@@ -63,7 +63,7 @@ class Ours(Side):
 
 
 class TorchSave(Side):
-    """One file, written before training goes on."""
+    """`torch.save` to one file, written before training continues."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -74,7 +74,7 @@ class TorchSave(Side):
 
 
 class Dcp(Side):
-    """`async_save` by thread, as it comes."""
+    """DCP's `async_save` in a thread, with its defaults."""
 
     def __init__(self, folder: Path, group: Any) -> None:
         self.folder, self.group = folder, group

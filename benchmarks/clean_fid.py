@@ -1,4 +1,4 @@
-"""What people do to score images: write a PNG folder, run clean-fid over it, then a CLIP script over the same files."""
+"""The common way to score images: a PNG folder, clean-fid on it, then a CLIP script."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks import measure, oracles
 from halation.images.png_codec import Pixels
 
 BATCH_SIZE, MOST_WORKERS = 32, 12
-"""clean-fid's own defaults; it gets no more processes than there are cores, which would only slow it down."""
+"""The defaults of clean-fid; it gets at most one process per core, since more would slow it down."""
 CLIP_BATCH_SIZE = 8
 
 
 def found() -> Any | None:
-    """clean-fid's `fid`, or None where it is not installed."""
+    """Return clean-fid's `fid` module, or None if it is not installed."""
     return oracles.imported("cleanfid.fid")
 
 
 def write_folder(images: Sequence[Pixels], folder: Path, *, num_threads: int) -> None:
-    """By Pillow as it comes; scripts have one thread."""
+    """Write PNG files with Pillow's defaults; typical scripts use one thread."""
 
     def write(number: int) -> None:
         Image.fromarray(images[number]).save(folder / f"{number:06d}.png")
@@ -41,7 +41,7 @@ def write_folder(images: Sequence[Pixels], folder: Path, *, num_threads: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Of the real images: what clean-fid keeps of a data set."""
+    """The statistics of the real images that clean-fid stores."""
 
     features: np.ndarray
     mean: np.ndarray
@@ -54,11 +54,11 @@ def reference_of(features: np.ndarray) -> Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanFid:
-    """One pass over the folder serves both distances; clean-fid's `compute_fid` and `compute_kid` take a pass each."""
+    """Computes FID and KID in one pass; clean-fid's `compute_fid` and `compute_kid` take two."""
 
     fid: Any
     network: Callable[[torch.Tensor], dict[str, torch.Tensor]]
-    """Ours: clean-fid's is a download."""
+    """Halation's network: that of clean-fid is a download."""
     device: torch.device
 
     def features(self, folder: Path) -> np.ndarray:
@@ -80,17 +80,20 @@ class CleanFid:
     def frechet(self, features: np.ndarray, reference: Reference) -> float:
         mean, covariance = np.mean(features, axis=0), np.cov(features, rowvar=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scipy's, about its next release and about singular matrices
+            warnings.simplefilter("ignore")  # scipy warns about its next release and about singular matrices
             return float(self.fid.frechet_distance(mean, covariance, reference.mean, reference.covariance))
 
     def kernel(self, features: np.ndarray, reference: Reference, *, subset_size: int, seed: int) -> float:
-        """It draws from numpy's global generator, the second set first: so are the subsets the same as ours."""
+        """Return the KID; with this seed and order of arguments, the subsets are the same as ours.
+
+        clean-fid uses numpy's global generator, and draws from the second set first.
+        """
         np.random.seed(seed)
         return float(self.fid.kernel_distance(reference.features, features, max_subset_size=subset_size))
 
 
 class ClipScript:
-    """Files opened again, transformers' processor, a batch, cosines: as model cards and evaluation scripts show it."""
+    """CLIP score as in model cards and scripts: open files, processor, batch, cosine."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         import transformers
@@ -103,7 +106,7 @@ class ClipScript:
         self._device = device
 
     def scores(self, folder: Path, captions: Sequence[str]) -> np.ndarray:
-        """One an image."""
+        """Return one score per image."""
         files = sorted(folder.glob("*.png"))
         found = []
         for start in range(0, len(files), CLIP_BATCH_SIZE):

@@ -1,12 +1,14 @@
-"""Does `halation distill` distil? A teacher of the embedded street scenes, and three questions about its students.
+"""Measures the students of `halation distill` with a teacher of the street scenes.
 
-(a) small: is a student of a quarter of the parameters better by `--objective velocity` than by a training of its own with equal steps and data?
-    Once beginning with what it can keep of the teacher's weights, as `halation distill` does, and once with the random ones of that training.
-(b) few:   how much of the gap between the teacher at 4 and at 50 steps does a student close that draws in 4, and how much faster is it?
-(c) cache: how much faster is an epoch when the teacher was asked once, before?
+(a) small: is a student with a quarter of the parameters better with `--objective velocity` than when trained from
+    scratch with equal steps and data? It starts once from the teacher's weights, cut to size, as `halation distill`
+    does, and once from the same random weights as the training from scratch.
+(b) few:   how much of the gap between the teacher at 4 and at 50 steps does a 4-step student close, and how much
+    faster is it?
+(c) cache: how much faster is an epoch with cached teacher targets?
 
-Every training and every score is the shipped command in a process of its own. With `--work DIR` runs stay, and the same command again does
-only what is missing.
+Every training and every score is the shipped command in a separate process. With `--work DIR` runs are kept, and the
+same command again does only what is missing.
 """
 
 from __future__ import annotations
@@ -37,22 +39,22 @@ from halation.sample_specs import SampleBatch, SampleSpec
 PIXELS = 32
 FEW = 4
 GUIDANCE = 3.0
-"""What the teacher is drawn with; a student has it built in."""
+"""Guidance of the teacher; a student has it distilled into its weights."""
 SMALL_SHAPE = {"family": "dit", "width": 96, "depth": 3, "heads": 3, "text_width": 48}
 GOAL_CLOSED, GOAL_CACHE = 0.8, 2.0
 PARTS = ("small", "few", "cache")
 DTYPE = "bf16"
-"""Of every training and every drawing, on both sides."""
+"""For every training and all sampling, on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything."""
+    """Numbers of steps, images and rounds."""
 
     batch: int
     teacher_steps: int
     many: int
-    """Steps that the teacher's images and ways take."""
+    """Steps of the teacher's images and trajectories."""
     num_scored: int
     num_reference: int
 
@@ -60,9 +62,9 @@ class Size:
     small_images: int
     small_states: int
     small_draws: int
-    """Steps in which the small ones, and the teacher beside them, draw what is scored."""
+    """Sampling steps of the small students, and of the teacher they are compared with."""
     small_guidances: tuple[float, ...]
-    """What the student with a training of its own is drawn with; the best of them counts."""
+    """Guidance scales for the student trained from scratch; the best one counts."""
 
     few_steps: int
     num_trajectories: int
@@ -84,7 +86,7 @@ QUICK = Size(
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where everything lies, how much there is of it, and the seeds of its trainings."""
+    """The work folder, the size of the benchmark, and the seeds of its trainings."""
 
     work: Path
     size: Size
@@ -106,7 +108,7 @@ class Place:
 
 
 def rates(lr: float, num_steps: int) -> tuple[object, ...]:
-    """A short rise and a cosine: what a short training needs, the same for both sides of a comparison."""
+    """Return the flags of a short schedule (warm-up and cosine), the same for both sides."""
     warm_up = max(1, num_steps // 25)
     return (
         "--n_steps", num_steps, "--lr", lr, "--warmup_steps", warm_up, "--decay_steps", num_steps - warm_up, "--betas", 0.9, 0.95,
@@ -147,7 +149,7 @@ def make_teacher(place: Place) -> Path:
 
 
 def random_copy(student: Path, seed: int, folder: Path) -> Path:
-    """An export of the same shape with random weights, for a training to begin with."""
+    """Write an export of the same architecture with random weights, to start a training from."""
     description = json.loads((student / "export" / "config.json").read_text())
     denoiser = build_dit(description).init_weights(seed)
     folder.mkdir(exist_ok=True)
@@ -199,7 +201,7 @@ def small(place: Place, teacher: Path) -> tuple[list[Score], list[str]]:
 
 
 def _gains(scores: Sequence[Score], seeds: Sequence[int]) -> list[str]:
-    """Seed by seed, against the guidance at which the training of its own does best, by each score apart."""
+    """Compare by seed with the best guidance of the training from scratch, for each score."""
 
     def of(name: str, seed: int) -> list[Score]:
         return [each for each in scores if (each.name, each.seed) == (name, seed)]
@@ -263,7 +265,7 @@ def batch_of(num: int, steps: int, guidance: float) -> SampleBatch:
 
 
 def make_sampler(model: Path, steps: int, guidance: float, num: int) -> Callable[[], np.ndarray]:
-    """Draws the same batch at every call, with the sampler its run says."""
+    """Return a function that samples the same batch at every call, with the run's sampler."""
     found = find_checkpoint(model)
     denoiser: Denoiser = load_denoiser(found, raw=False, checked=True)
     sampling = read_sampling_settings(found)
@@ -286,7 +288,7 @@ def speed(place: Place, teacher: Path, student: Path, num: int = 16) -> str:
 
 
 def draw_grid(place: Place, teacher: Path, student: Path, num: int = 8, scale: int = 3) -> None:
-    """Teacher at many steps, teacher at few, student at few, a row each, from the same seeds."""
+    """Write a grid with three rows: teacher with many and few steps, student; same seeds."""
     rows = [(teacher, place.size.many, GUIDANCE), (teacher, FEW, GUIDANCE), (student, FEW, 1.0)]
     drawn = [image for model, steps, guidance in rows for image in make_sampler(model, steps, guidance, num)()]
     cells = [np.kron(image, np.ones((scale, scale, 1), np.uint8)) for image in drawn]
@@ -297,11 +299,11 @@ def draw_grid(place: Place, teacher: Path, student: Path, num: int = 8, scale: i
     (place.work / "distilled.png").write_bytes(encode_png(make_grid(cells, num, labels), {}))
 
 
-# (c) Asked once
+# (c) Cached teacher targets
 
 
 def cache(place: Place, teacher: Path) -> list[str]:
-    """A small student, where the teacher takes most of the time, and one of the teacher's size."""
+    """Measure a small student, where the teacher dominates the time, and one of equal size."""
     images = place.size.batch * place.size.cache_steps
     data = ("--data", "streets", "--max_images", images, "--teacher_states", 1)
     quarter = ("--student_config", place.small_shape)
@@ -327,7 +329,10 @@ _turns = itertools.count()
 
 
 def epoch_s(place: Place, teacher: Path, flag: str, words: Sequence[object]) -> float:
-    """Seconds of a pass over the data by the run's own clock, from its median step; teacher targets were made before its first."""
+    """Return the seconds of an epoch, from the median step by the run's clock.
+
+    Cached teacher targets are computed before the first step.
+    """
     folder = distil(
         place, f"epoch_{next(_turns)}_{flag}", teacher, 0, "--objective", "velocity", *words, f"--{flag}",
         "--cache_dir", place.work / "epoch_targets", *rates(1e-3, place.size.cache_steps), "--log_every", 1,
@@ -337,13 +342,13 @@ def epoch_s(place: Place, teacher: Path, flag: str, words: Sequence[object]) -> 
     return statistics.median(steps) * place.size.cache_steps
 
 
-# All of it
+# Command line
 
 
 def asked_for(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="a smoke test of a minute or two: its numbers mean nothing"
+        "--quick", action="store_true", help="a smoke test of a minute or two; its numbers are meaningless"
     )
     parser.add_argument(
         "--teacher", type=Path, help="a run of `halation train` on streets at 32 pixels, instead of a new one"

@@ -1,7 +1,8 @@
-"""Duel 1: training DiT-XL/2 on cached 256 px latents: `halation train` against a well-tuned plain script and DiT as written.
+"""Duel 1: training DiT-XL/2 on cached 256 px latents, against plain scripts.
 
-Ours is the shipped command in a process of its own, from PNG files over an autoencoder to the latent cache and the step; the
-peers are given latents that lie on the device already. Turns A B A B: command, script, command, script.
+`halation train` is compared with a well-tuned plain script and with DiT as written. Ours is the shipped command in a
+separate process, from PNG files through an autoencoder and the latent cache to the step; the peers get latents that are
+already on the device. The turns alternate: command, script, command, script.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from benchmarks import inputs, measure, shipped
 
-TRAINING_FLOPS = 0.712e12  # of one image through DiT-XL/2 at 256 px: three forwards of 118.6 giga multiply-adds
+TRAINING_FLOPS = 0.712e12  # per image of DiT-XL/2 at 256 px: three forwards of 118.6 giga multiply-adds
 LOG_EVERY = 5
 
 
@@ -46,7 +47,7 @@ class Setting:
 
     @property
     def num_images(self) -> int:
-        """Enough for every step of a turn: the end of an epoch would save in the middle of the measurement."""
+        """Enough for every step of a turn: the end of an epoch would save during the measurement."""
         return (self.until_step + 2 * LOG_EVERY) * self.batch
 
 
@@ -61,7 +62,7 @@ TINY = Setting(
 
 
 class Command:
-    """`halation train` on a prepared folder; each turn is a fresh run that shares the latent cache."""
+    """`halation train` on a prepared folder; each turn is a new run with the same cache."""
 
     def __init__(self, setting: Setting, work: Path) -> None:
         self.setting, self.work = setting, work
@@ -92,14 +93,17 @@ class Command:
 
 
 def cached_latents(cache: Path) -> np.ndarray:
-    """What the command trained on, read from its cache without its reader."""
+    """Read the latents of the command from its cache, without Halation's reader."""
     from safetensors.numpy import load_file
 
     return np.concatenate([load_file(path)["x"] for path in sorted((cache / "latents").glob("train-*.safetensors"))])
 
 
 def expected_first_loss(latents: np.ndarray, batch: int) -> float:
-    """A fresh DiT answers zero, so its first loss is the mean square of noise - latent over the first batch of the order."""
+    """Return the first loss: a new DiT predicts zero, so it is the mean of (noise - latent)^2.
+
+    The mean is over the first batch of the shuffled order.
+    """
     from halation.data.prefetch import ShuffledOrder
     from halation.flow.seeded_noise import training_draw
 
@@ -109,14 +113,14 @@ def expected_first_loss(latents: np.ndarray, batch: int) -> float:
 
 
 def plain_rates(setting: Setting, latents: np.ndarray, *, tuned: bool) -> tuple[list[float], float]:
-    """The script's images a second window by window, and its last loss; its memory is given back."""
+    """Return the script's images per second by window, and its last loss; free its memory."""
     import torch
 
     from benchmarks.plain_dit import PlainTraining, Shape
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
-        torch.set_num_threads(1)  # as many as a rank of the command uses
+        torch.set_num_threads(1)  # like a rank of the command
     torch.set_float32_matmul_precision("high")
     shape = Shape(depth=setting.depth, hidden=setting.hidden, heads=setting.heads, grid=setting.image_size // 8)
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -170,21 +174,19 @@ def duel(setting: Setting, work: Path) -> measure.Report:
         ),
     )  # fmt: skip
     if difference > 1e-4 * expected:
-        raise SystemExit(f"the command's first loss is {command.first_loss}, its latents say {expected}")
+        raise SystemExit(f"the command's first loss is {command.first_loss}, but its latents give {expected}")
     return measure.Report(name="duel_01_training", rows=rows, facts=facts)
 
 
 def main(arguments: list[str] | None = None) -> measure.Report:
     parser = measure.parser(__doc__ or "")
-    parser.add_argument(
-        "--batch", type=int, help="images a step of ours and of the tuned script (default: the duel's 256)"
-    )
+    parser.add_argument("--batch", type=int, help="images per step for the command and the tuned script (default: 256)")
     asked = parser.parse_args(arguments)
     import torch
 
     setting = XLARGE if asked.size == "full" and torch.cuda.is_available() else TINY
     if asked.size == "full" and setting is TINY:
-        measure.say("no GPU here: the small size is run instead")
+        measure.say("no GPU: running the small size instead")
     if asked.batch:
         setting = dataclasses.replace(setting, batch=asked.batch)
     with inputs.workplace(asked.work) as work:

@@ -1,7 +1,8 @@
-"""Duel 2: 100,000 latents to batches on two cores: our memory-mapped cache, order and loader against one .npy a sample.
+"""Duel 2: loading 100,000 latents in batches on two cores, against one .npy per sample.
 
-The peer is fast-DiT's way: a features and a labels file for each sample, read by a Dataset under torch's DataLoader. Both sides
-hold float16, read in the same shuffled order, from a warm page cache, on the same two cores.
+Ours is the memory-mapped cache with its order and loader. The peer is fast-DiT's method: a features and a labels file
+per sample, read by a Dataset with torch's DataLoader. Both sides use float16 and read in the same shuffled order, from
+a warm page cache, on the same two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FINGERPRINT: dict[str, Any] = {"benchmark": "random latents", "version": 1}
 
 
 class Numbers:
-    """A source of images whose pixels only say which image it is, so that an encoder can make its latent from them."""
+    """A data set whose pixels encode the index, from which an encoder computes the latent."""
 
     name = "numbers"
     fingerprint = FINGERPRINT
@@ -63,7 +64,7 @@ def encode(pixels: list[np.ndarray]) -> np.ndarray:
 
 
 def write_files(folder: Path, num: int) -> None:
-    """fast-DiT's layout: features/N.npy and labels/N.npy."""
+    """Write the layout of fast-DiT: features/N.npy and labels/N.npy."""
     for part in ("features", "labels"):
         (folder / part).mkdir(parents=True)
 
@@ -109,14 +110,14 @@ def peer(files: Files, num_samples: int, seed: int) -> Iterator[tuple[np.ndarray
 
     order = ShuffledOrder(seed, files.num).indices(0, num_samples // BATCH * BATCH).tolist()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DataLoader counts the machine's cores, not the ones this process may use
+        warnings.simplefilter("ignore")  # DataLoader counts all cores, not those available to this process
         loader: Any = DataLoader(files, BATCH, sampler=order, num_workers=NUM_CORES)  # type: ignore[arg-type]
         for features, labels in loader:
             yield features.squeeze(1).numpy(), labels.squeeze(1).numpy()
 
 
 def rate(batches: Iterator[Any]) -> float:
-    """Samples a second from the first batch on, so that starting threads or processes does not count."""
+    """Return samples per second after the first batch, without the start of workers."""
     next(batches)
     began = time.perf_counter()
     num = sum(len(pixels) for pixels, _ in batches)
@@ -124,7 +125,10 @@ def rate(batches: Iterator[Any]) -> float:
 
 
 def behind_a_step(batches: Iterator[Any]) -> float:
-    """Samples a second where something slower than both loaders takes the batches: a sleep stands for the training step."""
+    """Return samples per second with a consumer slower than both loaders.
+
+    A sleep takes the place of the training step.
+    """
     next(batches)
     began, num = time.perf_counter(), 0
     for pixels, _ in batches:
@@ -134,7 +138,7 @@ def behind_a_step(batches: Iterator[Any]) -> float:
 
 
 def prepared_rate(cache: Any, num_samples: int) -> float:
-    """Our loader with everything a training batch needs besides: noise, times and dropped captions for every sample."""
+    """Return the rate of our loader with noise, times and dropped captions for every sample."""
     from halation.data.prefetch import BatchPrefetcher, ShuffledOrder
     from halation.flow.seeded_noise import training_draw
 
@@ -149,7 +153,7 @@ def prepared_rate(cache: Any, num_samples: int) -> float:
 
 
 def copy_rate() -> float:
-    """Samples a second of the plain gather: the latents in memory, copied one by one into batches, one core."""
+    """Return samples per second of a plain gather from memory into batches on one core."""
     source = np.zeros((16384, int(np.prod(SHAPE))), np.float16) + 1
     target = np.empty((BATCH, source.shape[1]), np.float16)
     rows = np.random.default_rng(0).permutation(len(source))[: len(source) // BATCH * BATCH].reshape(-1, BATCH)
@@ -214,7 +218,7 @@ def duel(num: int, num_peer: int, rounds: int, work: Path) -> measure.Report:
 
 
 def largest_difference(cache: Any, files: Files, num: int) -> float:
-    """Over the first samples of both; the page cache is warm from writing them."""
+    """Compare the first samples of both; the page cache is warm from writing them."""
     largest = 0.0
     for (mine, my_labels), (theirs, their_labels) in zip(ours(cache, num, SEED), peer(files, num, SEED), strict=True):
         largest = max(largest, float(np.abs(mine.astype(np.float32) - theirs.astype(np.float32)).max()))
@@ -229,7 +233,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         report = duel(4096 if small else 100_000, 2048 if small else 20_480, 3 if small else 5, work)
     measure.finish(report, asked.output)
     if any("difference 0.0" not in row.check for row in report.rows):
-        raise SystemExit("the two loaders gave different latents")
+        raise SystemExit("the two loaders returned different latents")
     return report
 
 

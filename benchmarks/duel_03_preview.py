@@ -1,8 +1,9 @@
-"""Duel 3: a preview in the middle of training: the EMA's images as PNG files, against diffusers' DiTPipeline, eager.
+"""Duel 3: a preview of the EMA during training, against diffusers' eager DiTPipeline.
 
-Ours is what `halation train` does at a checkpoint: the EMA changes places with the weights, all ranks' `DenoiserSampler` draws, decodes,
-encodes and publishes, and the weights come back. The peer has its EMA as a second model in bf16 all along, which costs it no time.
-Both: DiT-XL/2's shape, 50 steps, guidance, Stable Diffusion's decoder shape, random weights, bf16.
+Ours is what `halation train` does at a checkpoint: swap the EMA with the weights, let the `DenoiserSampler` of all
+ranks sample, decode, encode and publish PNG files, and swap back. The peer always has its EMA as a second model in
+bf16, which costs it no time. Both use DiT-XL/2, 50 steps, guidance, the decoder of Stable Diffusion, random weights and
+bf16.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TINY = Setting(
 
 
 class Preview:
-    """Our side: a denoiser in training, its EMA, and the drawing that training does."""
+    """Our side: a denoiser in training, its EMA, and the sampler of training."""
 
     def __init__(self, setting: Setting, work: Path, device: torch.device) -> None:
         from halation.distributed.world import init_from_env
@@ -93,12 +94,12 @@ class Preview:
             rows = drawing.run(SampleFolder(folder=folder), folder.name)
         bad = [row["reason"] for row in rows if row["state"] != "done"]
         if bad:
-            raise SystemExit(f"an image could not be drawn: {bad[0]}")
+            raise SystemExit(f"an image could not be sampled: {bad[0]}")
         return folder
 
 
 def fill(module: torch.nn.Module) -> None:
-    """Random weights, none of them zero: a fresh DiT answers zero and would hide a difference."""
+    """Fill with random weights: a new DiT predicts zero, which would hide a difference."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
@@ -108,7 +109,7 @@ def fill(module: torch.nn.Module) -> None:
 
 
 def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Callable[[int], Path]:
-    """The peer: a pipeline around the EMA copy, and `image.save` for each image."""
+    """Return the peer: a pipeline with the EMA copy, and `image.save` for each image."""
     from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
@@ -139,7 +140,7 @@ def diffusers_preview(setting: Setting, work: Path, device: torch.device) -> Cal
 
 
 def psnr(one: Path, other: Path) -> float:
-    """The lowest over the images of two folders, in decibels; 99 where they are the same."""
+    """Return the lowest PSNR over the images of two folders, in dB; 99 if they are equal."""
     from halation.images.png_codec import read_png
 
     lowest = 99.0

@@ -1,8 +1,9 @@
-"""Duel 4: eight samples from all ranks against rank 0 alone while the others wait, as diffusers' training examples do.
+"""Duel 4: eight samples on all ranks, against rank 0 alone while the others wait.
 
-Both sides use the same drawing code in the same gloo world, turns A B A B. The model is a real tiny model, and a model that
-mostly sleeps: the sleep stands for a device of its own for each rank, so that four ranks are fair on two cores. The shipped
-`halation sample --nproc N` is run as well, for its own clock and to compare its files byte for byte.
+The peer is the pattern of diffusers' training examples. Both sides use the same sampling code in the same gloo world,
+in turns. The models are a real tiny model and a model that mostly sleeps, as if each rank had its own device, so that
+four ranks are fair on two cores. The shipped `halation sample --nproc N` is also run, to time it and to compare its
+files byte for byte.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Setting:
         return f"sample.forward:1+:sleep={self.sleep_s}"
 
 
-# The sleep must dwarf the computing, or ranks that share cores are measured instead of the pattern.
+# The sleep must be much longer than the computation, or the shared cores are measured instead of the pattern.
 FULL = Setting(worlds=(2, 4), image_size=32, steps=6, sleep_s=0.1, rounds=5)
 SMALL = Setting(worlds=(2,), image_size=32, steps=4, sleep_s=0.05, rounds=2)
 
 
 def model(setting: Setting, work: Path) -> Path:
-    """A checkpoint of the shipped command, two steps old."""
+    """Train a model for two steps with the shipped command; return its export."""
     run = work / "run"
     size = str(setting.image_size)
     words = [
@@ -62,7 +63,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def by_command(setting: Setting, export: Path, size: int, work: Path) -> tuple[float, dict[str, bytes]]:
-    """Seconds from the first to the last image of the busiest rank of `halation sample --nproc SIZE`, and the files."""
+    """Run `halation sample --nproc SIZE`; return the busiest rank's seconds and the files."""
     folder = work / f"command_{size}"
     words = [
         "sample",
@@ -83,7 +84,7 @@ def by_command(setting: Setting, export: Path, size: int, work: Path) -> tuple[f
 
 
 def world_of(size: int, setting: Setting, name: str, export: Path, work: Path) -> dict[str, Any]:
-    """Start the ranks of one world of this benchmark and return what rank 0 found."""
+    """Start the ranks of one world of this benchmark and return the result of rank 0."""
     place = Path(tempfile.mkdtemp(prefix=f"world_{size}_", dir=work))
     command = [sys.executable, "-m", "benchmarks.duel_04_all_ranks", "--as_rank", name, str(export), str(place)]
     ranks = []
@@ -95,13 +96,13 @@ def world_of(size: int, setting: Setting, name: str, export: Path, work: Path) -
         ranks.append(subprocess.Popen(command, env=shipped.environment(extra), cwd=Path(__file__).resolve().parents[1]))
     codes = [rank.wait() for rank in ranks]
     if any(codes):
-        raise SystemExit(f"the ranks of a world of {size} ended with {codes}")
+        raise SystemExit(f"the ranks of a world of {size} exited with {codes}")
     result: dict[str, Any] = json.loads((place / RESULT).read_text())
     return result
 
 
 def as_rank(name: str, export: Path, place: Path) -> None:
-    """What each rank of a world does: both patterns in turn, with the real model and with the sleeping one."""
+    """Run one rank of a world: both patterns in turn, with the real and the sleeping model."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +136,7 @@ def as_rank(name: str, export: Path, place: Path) -> None:
 
 
 class Patterns:
-    """The two ways to draw the same specs in one world."""
+    """The two ways to sample the same specs in one world."""
 
     def __init__(self, setting: Setting, world: Any, solo: Any, denoiser: Any, place: Path) -> None:
         from halation.sampling.all_rank_sampler import SampleSettings
@@ -166,7 +167,7 @@ class Patterns:
         self._draw(self.world)
 
     def rank_0_alone(self) -> None:
-        """The rank-0 pattern: the first rank draws everything, a barrier holds the others."""
+        """Run the rank-0 pattern: rank 0 samples everything, the others wait at a barrier."""
         import torch.distributed as dist
 
         self._together()

@@ -1,8 +1,9 @@
-"""Duel 5: 400 batches of mixed sizes on four workers, one of them slower: `halation generate` against a barrier and a contiguous split.
+"""Duel 5: 400 batches of mixed sizes on four workers, one of them slower.
 
-The model sleeps as long as a batch costs, which stands for a device of its own for each worker; what it draws is encoded and written
-by all sides. The peers are edm2's way, one batch each and a barrier after it, and that of accelerate's `split_between_processes`, the
-first quarter to the first worker and so on. The limit is what the same workers would need if work could be cut at any point.
+`halation generate` is compared with a barrier and with a contiguous split. The model sleeps for the cost of a batch, as
+if each worker had its own device; all sides encode and write the images. The peers are edm2's method (one batch per
+worker, then a barrier) and that of accelerate's `split_between_processes` (the first quarter to the first worker, and
+so on). The limit is the time that the same workers would need if work could be divided at any point.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class Setting:
 
     num_batches: int
     mean_s: float
-    """Of a batch, on a worker that is not slow."""
+    """Mean seconds per batch on a worker that is not slow."""
     slower: float
     rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One run: seconds from the first batch begun to the last one drawn, and the least these workers could take."""
+    """One run: seconds from the first batch to the last image, and the ideal time."""
 
     seconds: float
     ideal: float
@@ -61,7 +62,7 @@ SMALL = Setting(num_batches=40, mean_s=0.05, slower=3.0, rounds=2)
 
 
 def mixed(num: int) -> list[SampleSpec]:
-    """Sizes and steps in no order, as a list that several people have added to."""
+    """Return specs with sizes and steps in random order."""
     chance = random.Random(5)
     return [
         SampleSpec(
@@ -81,13 +82,13 @@ def write_prompts(path: Path, specs: list[SampleSpec]) -> None:
 
 
 def pace_for(specs: list[SampleSpec], mean_s: float, slower: float) -> str:
-    """The test card's words for it."""
+    """Return the test card's model path with this timing."""
     work = sum(spec.height * spec.width * spec.steps for spec in specs) / len(specs)
     return f"testcard:{mean_s * 64 * 64 * 8 / work:.9f}@64x64x8" + (f",1={slower:g}" if slower != 1 else "")
 
 
 def costs_of(specs: list[SampleSpec], words: str) -> list[float]:
-    """Seconds of each batch on a worker that is not slow."""
+    """Return the seconds of each batch on a worker that is not slow."""
     pace = parse_timing(words)
     assert pace is not None
     plain = PatternTiming(seconds=pace.seconds, work=pace.work)
@@ -95,7 +96,10 @@ def costs_of(specs: list[SampleSpec], words: str) -> list[float]:
 
 
 def ideal(costs: list[float], slower: float, begun: list[float]) -> float:
-    """Seconds after the first worker began until all work is done, if it could be cut anywhere; who begins later does less."""
+    """Return seconds from the first start to the end if work could be divided anywhere.
+
+    A worker that starts later does less.
+    """
     speeds = [1 / slower if worker == 1 else 1.0 for worker in range(NUM_WORKERS)]
     late = sum(speed * (moment - min(begun)) for speed, moment in zip(speeds, begun, strict=True))
     return (sum(costs) + late) / sum(speeds)
@@ -124,7 +128,7 @@ def by_command(specs: list[SampleSpec], words: str, setting: Setting, work: Path
         for number in range(NUM_WORKERS)
     ]
     if not all(begun):
-        raise SystemExit("a worker drew nothing")
+        raise SystemExit("a worker generated nothing")
     return Turn(
         seconds=last - min(begun),
         ideal=ideal(costs_of(specs, words), setting.slower, begun),
@@ -134,12 +138,15 @@ def by_command(specs: list[SampleSpec], words: str, setting: Setting, work: Path
 
 
 def complete(folder: Path, num: int, command: Future[float]) -> float:
-    """When the last image was there. Files do not tell afterwards: one that two workers drew has the later one's time."""
+    """Return the time at which the last image existed.
+
+    It cannot be read from the files later: an image that two workers generated has the later worker's time.
+    """
     while not command.done():
         if folder.is_dir() and sum(name.endswith(".png") for name in os.listdir(folder)) == num:
             return time.time()
         time.sleep(LOOK_EVERY_S)
-    raise SystemExit(f"the command ended without {num} images: {command.result()}")
+    raise SystemExit(f"the command ended with fewer than {num} images: {command.result()}")
 
 
 # -- the peers
@@ -148,7 +155,7 @@ def complete(folder: Path, num: int, command: Future[float]) -> float:
 def as_peer(
     way: Way, number: int, specs: list[SampleSpec], words: str, folder: Path, barrier: Barrier, told: Any
 ) -> None:
-    """One of the peer's processes: its batches one after the other, with Pillow."""
+    """Run one process of the peer: its batches one after the other, with Pillow."""
     os.environ["RANK"] = str(number)
     pace = parse_timing(words)
     assert pace is not None
@@ -189,7 +196,7 @@ def by_peer(way: Way, specs: list[SampleSpec], words: str, setting: Setting, wor
 
 
 def digest(folder: Path) -> str:
-    """Of names and pixels: both sides must have drawn the same."""
+    """Hash names and pixels: both sides must have generated the same images."""
     import hashlib
 
     result = hashlib.sha256()
@@ -218,7 +225,7 @@ def rows_of(name: str, setting: Setting, specs: list[SampleSpec], work: Path) ->
         measure.say(f"{json.dumps(last)}; ours {ours.seconds / ours.ideal:.4f} x ideal, start-up {ours.startup:.1f} s")
     drawn = {turn.pixels for found in turns.values() for turn in found}
     if len(drawn) > 1:
-        raise SystemExit(f"the sides drew different images: {drawn}")
+        raise SystemExit(f"the sides generated different images: {drawn}")
     middle = measure.medians({side: [turn.seconds for turn in found] for side, found in turns.items()})
     shares = [turn.seconds / turn.ideal for turn in turns["ours"]]
     share = measure.medians({"share": shares})["share"]

@@ -1,7 +1,8 @@
-"""Duel 6: an image to PNG bytes on one core, lossless: `halation.images.png_codec` against Pillow, at its default and at its fastest level.
+"""Duel 6: lossless PNG encoding on one core, against Pillow.
 
-Photographs are made here, since none can be shipped: detail at every scale whose strength falls with its frequency, as in nature,
-things with edges in front of each other, and grain. The limit is the entropy coder alone, on bytes that are filtered already.
+`halation.images.png_codec` is compared with Pillow at its default and at its fastest level. Photographs are
+synthesized, since none can be shipped: detail at every scale whose amplitude falls with frequency as in natural images,
+overlapping objects with edges, and grain. The limit is the entropy coder alone, on filtered bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks import measure
 from halation.images.png_codec import CODERS, Pixels, encode_png, fastest_coder
 
 MOST_BYTES = 1.15
-"""How much larger than Pillow's file ours may be."""
+"""Maximum ratio of our file size to Pillow's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,14 @@ class Case:
     name: str
     pixels: Pixels
     bounded: bool = True
-    """Whether the size is a promise here: it is for photographs."""
+    """True if the file size is guaranteed, as it is for photographs."""
 
 
 def photograph(height: int, width: int, roughness: float, grain: float, seed: int) -> Pixels:
-    """Strength falls with frequency to the power of `roughness`; forty discs of other light and detail lie over each other."""
+    """Synthesize a photograph with forty overlapping discs of different light and detail.
+
+    The amplitude falls with frequency to the power of `roughness`.
+    """
     generator = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1.0
@@ -56,7 +60,7 @@ def photograph(height: int, width: int, roughness: float, grain: float, seed: in
 
 
 def street(size: int, grain: float) -> Pixels:
-    """A scene of the embedded data set, enlarged as a decoder of latents would: soft edges, smooth areas."""
+    """Enlarge a street scene; like decoded latents, it has soft edges and smooth areas."""
     from halation.data.streets import Streets
 
     small = Image.fromarray(Streets(128, 128).train(7).pixels)
@@ -106,7 +110,7 @@ def milliseconds(work: Callable[[], object], num: int) -> float:
 
 
 def residuals(pixels: Pixels) -> memoryview:
-    """What `encode_png` hands to its coder."""
+    """Return the bytes that `encode_png` passes to its coder."""
     seen: list[memoryview] = []
 
     def keep(data: memoryview) -> bytes:
@@ -119,7 +123,7 @@ def residuals(pixels: Pixels) -> memoryview:
 
 def compare(case: Case, rounds: int) -> list[measure.Row]:
     pixels = case.pixels
-    num = max(1, (1 << 20) // pixels.size)  # small images are too quick for one look at the clock
+    num = max(1, (1 << 20) // pixels.size)  # one small image is too fast to time
     filtered = residuals(pixels)
     turns: dict[str, Callable[[], float]] = {
         "default": lambda: milliseconds(lambda: pillow(pixels), num),
@@ -139,7 +143,7 @@ def compare(case: Case, rounds: int) -> list[measure.Row]:
             difference = int(np.abs(np.array(image).astype(np.int16) - pixels).max())
         for peer, words in (("default", "Pillow"), ("level 1", "Pillow level 1")):
             if peer == "level 1" and (name == "zlib" or not case.bounded):
-                continue  # printed where it is the nearer rival: photographs, and the faster coder
+                continue  # shown only where it is the closer competitor: photographs with the faster coder
             share = len(data) / sizes[peer]
             if case.bounded and peer == "default" and share > MOST_BYTES:
                 raise SystemExit(f"{case.name}, {name}: {share:.3f} times the size of Pillow's file")
@@ -153,7 +157,7 @@ def compare(case: Case, rounds: int) -> list[measure.Row]:
 
 
 def two_threads(pixels: Pixels, rounds: int) -> float:
-    """How many times the images of one thread two threads encode: 2 where no lock is held."""
+    """Return the throughput of two threads relative to one: 2 if no lock is held."""
     coder = CODERS[fastest_coder()]
 
     def work() -> None:
@@ -195,7 +199,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     report = duel(256, 5) if asked.size == "small" else duel(1024, 7)
     measure.finish(report, asked.output)
     if any("max difference 0," not in row.check for row in report.rows):
-        raise SystemExit("an image came back changed")
+        raise SystemExit("a decoded image differs from the original")
     return report
 
 

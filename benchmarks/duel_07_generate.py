@@ -1,8 +1,9 @@
-"""Duel 7: images to disk, end to end, from a HunyuanDiT-size pipeline: 1024 px, 20 steps, guidance.
+"""Duel 7: images to disk, end to end, from a pipeline of the size of HunyuanDiT.
 
-Ours is what a worker of `halation generate` does (its runner: text, denoising, decoding, PNG and publishing, the last two beside the
-next batch). The peers are the loop everybody writes, `pipe(prompt).images[0].save(...)`, eager and with the transformer compiled.
-The shipped command itself is run once more at the end, and judged by its ledger and by the driver's count of busy time.
+The images have 1024 px, 20 steps and guidance. Ours is the runner of a `halation generate` worker: text, denoising,
+decoding, PNG and publishing, the last two during the next batch. The peers are the usual loop,
+`pipe(prompt).images[0].save(...)`, eager and with a compiled transformer. At the end the shipped command is run too, and
+measured by its ledger and the GPU utilization that the driver reports.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Setting:
     dtype: str
     rounds: int
     ours: int
-    """Images of one turn of ours; several, because overlap is between batches."""
+    """Images per turn of ours; several, because the overlap is between batches."""
     peers: int
     shipped: int
     compiled: bool
@@ -53,7 +54,7 @@ TINY = Setting(
 
 
 class Ours:
-    """A worker's runner on the pipeline folder, with the threads a worker has."""
+    """A worker's runner on the pipeline folder, with the threads of a worker."""
 
     def __init__(self, setting: Setting, model: Path, work: Path, device: str, *, batch: int, **options: Any) -> None:
         from halation.generation.workers.image_runner import ImageRunner
@@ -87,7 +88,7 @@ class Ours:
             drawn = list(threads.map(lambda _: self._batch(), range(num // self.batch)))
         failures = [outcome.reason for each in drawn for outcome in each.outcomes if outcome.state != "done"]
         if failures:
-            raise SystemExit(f"an image could not be drawn: {failures[0]}")
+            raise SystemExit(f"an image could not be generated: {failures[0]}")
         return drawn
 
     def _batch(self) -> Any:
@@ -117,7 +118,7 @@ def _coder() -> str:
 
 
 def peer(pipe: Any, setting: Setting, folder: Path) -> Callable[[int], None]:
-    """`pipe(prompt).images[0].save(...)` in a loop."""
+    """Return the peer: `pipe(prompt).images[0].save(...)` in a loop."""
     folder.mkdir(parents=True)
     numbers = itertools.count()
 
@@ -164,7 +165,7 @@ def duel(setting: Setting, work: Path) -> measure.Report:
         ours["ours, truncated at half"] = Ours(
             setting, model, work / "ours_t", device, batch=1, cfg_truncation_step=max(1, setting.steps // 2)
         )
-    # Eager, a turn of one image is enough: nothing is launched ahead that a second one could overlap.
+    # An eager turn of one image is enough: nothing is launched ahead that could overlap with a second one.
     slow = {"ours"} if setting.compiled else set()
     sides |= {name: (side.draw, 1 if name in slow else setting.ours) for name, side in ours.items()}
     for name, (draw, num) in sides.items():
@@ -186,7 +187,7 @@ def duel(setting: Setting, work: Path) -> measure.Report:
 
 
 def _measured(sides: dict[str, tuple[Callable[[int], Any], int]], rounds: int) -> dict[str, float]:
-    """Seconds an image of each side, the median of interleaved turns."""
+    """Return the seconds per image of each side, as the median of interleaved turns."""
 
     def turn(draw: Callable[[int], Any], num: int) -> Callable[[], float]:
         return lambda: measure.seconds(lambda: draw(num)) / num
@@ -196,7 +197,7 @@ def _measured(sides: dict[str, tuple[Callable[[int], Any], int]], rounds: int) -
 
 
 def _flops(pipe: Any, setting: Setting, device: str) -> float:
-    """Of one forward of the guided pair of one image, counted by torch."""
+    """Return the FLOPs of one guided forward (two rows) of one image, counted by torch."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -225,7 +226,7 @@ def _rows(found: dict[str, float], limit: float, check: str) -> list[measure.Row
 
 
 def _check(work: Path, setting: Setting) -> str:
-    """The peer's first image against ours of the same prompt, seed and batch."""
+    """Compare the peer's first image with ours of the same prompt, seed and batch."""
     from PIL import Image
 
     with Image.open(work / "eager" / "0.png") as one, Image.open(work / "ours" / "0_0_seed0.png") as other:
@@ -234,7 +235,7 @@ def _check(work: Path, setting: Setting) -> str:
 
 
 def _shipped(setting: Setting, model: Path, work: Path, found: dict[str, float], limit: float) -> measure.Row:
-    """The command itself: its steady rate from the files' times, and how busy the driver says the GPU was meanwhile."""
+    """Run the command; measure its steady rate by file times, and the GPU utilization."""
     prompts = work / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS[number % len(PROMPTS)] for number in range(setting.shipped)) + "\n")
     folder = work / "shipped"

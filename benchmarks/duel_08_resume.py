@@ -1,9 +1,9 @@
-"""Duel 8: a million images, 30 % of them missing: how long `halation generate` takes to know which, against asking for every file.
+"""Duel 8: finding the 30 % missing images of a million, against checking every file.
 
-Ours is the command itself, from its flags to the moment it would start its first worker: the prompt list hashed, the run recognised,
-the ledger read, the folder looked at, the batches dealt out. The peers are `os.path.exists` for each of a million names, which are given
-to it, and Pillow's `verify` for each file that is there. Each side runs in a process of its own. The folder's names are in memory,
-which favours the peers: from a disk or over a network every single question takes longer.
+Ours is `halation generate` from its flags to the moment at which it would start its first worker: hash the prompt list,
+identify the run, read the ledger, scan the folder, assign the batches. The peers are `os.path.exists` for each of a
+million given names, and Pillow's `verify` for each existing file. Each side runs in a separate process. The folder's
+names are in memory, which favours the peers: on a disk or a network, each single check takes longer.
 """
 
 from __future__ import annotations
@@ -38,34 +38,37 @@ def write_prompts(path: Path, num: int) -> None:
 
 
 def peak_memory() -> float:
-    """MiB this process had at most; getrusage would tell the parent's where that was larger before the process began."""
+    """Return the peak memory of this process in MiB.
+
+    getrusage could return the parent's, if that was larger before this process started.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-# -- the sides, each the whole of a process
+# -- the sides, each in its own process
 
 
 def decide(work: Path, then: str) -> int:
-    """The command, up to its first worker."""
+    """Run the command up to its first worker."""
     from halation.generation import command as generate
     from halation.generation.config import GenerateConfig
 
     began = 0.0
 
     class Stop:
-        """Stands where the workers would be."""
+        """Replaces the worker pool."""
 
         def __init__(self, places: list[Any], *_: object) -> None:
             self.labels = self.names = [place.label for place in places]
 
         def drop(self, worker: int, number: int) -> None:
-            """Nothing was given yet that could be taken back."""
+            """Do nothing: no batch has been assigned yet."""
 
         def start(self, worker: int) -> NoReturn:
             seconds = time.perf_counter() - began
             print(json.dumps({"seconds": seconds, "MiB": peak_memory()}), flush=True)
-            # The results that a run leaves at its end are no part of the decision.
+            # Writing results at the end of a run is not part of the measurement.
             os._exit(0)
 
     generate.LocalWorkerPool = Stop  # type: ignore[assignment,misc]
@@ -78,7 +81,7 @@ def decide(work: Path, then: str) -> int:
 
 
 def ask_each(work: Path, num: str) -> int:
-    """The peer that resumes by the files' names."""
+    """Run the peer that resumes by file names."""
     folder, wanted = str(work / "out"), names(int(num))
     began = time.perf_counter()
     missing = [number for number, name in enumerate(wanted) if not os.path.exists(os.path.join(folder, name))]
@@ -92,7 +95,10 @@ def ask_each(work: Path, num: str) -> int:
 
 
 def verify_each(work: Path, _: str) -> int:
-    """The peer that also wants whole files: seconds for one of them, read from the disk, since hundreds of gigabytes are in no cache."""
+    """Run the peer that also verifies the files; print the seconds per file.
+
+    Files are read from the disk, since hundreds of gigabytes do not fit into the page cache.
+    """
     from PIL import Image
 
     paths = sorted((work / "real").iterdir())
@@ -109,11 +115,11 @@ def verify_each(work: Path, _: str) -> int:
 
 
 def least(work: Path, _: str) -> int:
-    """What nobody can do without: the rows that are missing from the ledger's index, and one look at the folder."""
+    """Do the minimal work: read the missing rows from the ledger, and scan the folder once."""
     import sqlite3
 
     began = time.perf_counter()
-    # To read only: otherwise closing it would move the log into the file, as no reader of ours does.
+    # Read-only: otherwise closing it would checkpoint the WAL, which Halation's readers do not do.
     connection = sqlite3.connect(f"file:{work / 'out' / 'ledger.sqlite'}?mode=ro", uri=True)
     num = len(connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall())
     with os.scandir(work / "out") as entries:
@@ -140,7 +146,7 @@ def digest(indices: np.ndarray) -> str:
 
 
 def prepare(work: Path, num: int, num_real: int) -> np.ndarray:
-    """The folder of a run that was stopped: planned by the command, its outcomes in the ledger, its files there. Returns the done rows."""
+    """Create the folder of a stopped run, with its ledger and files; return the done rows."""
     from halation.generation.ledger import ImageOutcome, Ledger
     from halation.images.png_codec import CODERS, encode_png, fastest_coder
 
@@ -177,7 +183,7 @@ def decided(work: Path) -> tuple[str, int]:
 
 
 def rounds_of(work: Path, num: int, rounds: int, lost: list[str]) -> dict[str, Any]:
-    """A B A B; before each round some files of `lost` are removed, if there are any."""
+    """Run the sides in turns; before each round, remove some files of `lost`."""
     found: dict[str, list[float]] = {"ours": [], "ours MiB": [], "peer": [], "peer MiB": [], "least": []}
     check = ""
     for number in range(rounds):
@@ -185,7 +191,7 @@ def rounds_of(work: Path, num: int, rounds: int, lost: list[str]) -> dict[str, A
             (work / "out" / name).unlink()
         ours, peer, floor = side("decide", work), side("ask_each", work, str(num)), side("least", work)
         if decided(work) != (peer["missing"], peer["num"]):
-            raise SystemExit(f"ours misses {decided(work)}, the peer {peer}")
+            raise SystemExit(f"ours finds {decided(work)} missing, the peer {peer}")
         check = f"the same {peer['num']} rows ({peer['missing']})"
         for key, value in (
             ("ours", ours["seconds"]), ("ours MiB", ours["MiB"]), ("peer", peer["seconds"]), ("peer MiB", peer["MiB"]),

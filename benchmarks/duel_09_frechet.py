@@ -1,8 +1,9 @@
-"""Duel 9: the Frechet distance of two sets of moments, against the general matrix root and the general eigenvalues that others take.
+"""Duel 9: the Frechet distance of two sets of moments, against general matrix methods.
 
-scipy's `sqrtm` is what pytorch-fid, clean-fid and edm2 call; the eigenvalues of the product are what torchmetrics and torch-fidelity
-take. All sides begin with the same means and covariances in float64. The peers have all cores, ours keeps to one thread on a CPU; where
-there is a GPU ours runs on it too. The limit is the reduction to three diagonals, 4/3 n^3 operations at the speed of a matrix product.
+pytorch-fid, clean-fid and edm2 call scipy's `sqrtm`; torchmetrics and torch-fidelity compute the general eigenvalues of
+the product. All sides start from the same means and covariances in float64. The peers use all cores, ours uses one
+thread on a CPU and also runs on a GPU if there is one. The limit is the reduction to tridiagonal form, 4/3 n^3
+operations at the speed of a matrix product.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from halation.evaluation.metrics.frechet import frechet_distance, frechet_distan
 from halation.evaluation.metrics.moments import Features, Moments, moments
 
 MOST_DIFFERENCE = 1e-6
-"""Between two sides, relative."""
+"""Maximum relative difference between two sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     num: int
-    """Images on each side: fewer than features leave the covariances singular."""
+    """Images on each side; with fewer images than features, the covariances are singular."""
     num_features: int
     rounds: int
 
@@ -46,7 +47,7 @@ SMALL = (Case(num=1000, num_features=512, rounds=3), Case(num=200, num_features=
 
 
 def features(case: Case, seed: int) -> Features:
-    """Never below 0, each with others in common, and of a strength that falls from the first to the last, as a network's are."""
+    """Return features like those of a network: non-negative, correlated, of decreasing scale."""
     generator = np.random.default_rng(seed)
     common = np.random.default_rng(0).normal(size=(case.num_features, case.num_features)) / np.sqrt(case.num_features)
     strength = np.geomspace(1.0, 0.02, case.num_features)
@@ -69,7 +70,7 @@ def _distance(one: Moments, other: Moments, root_trace: float) -> float:
 
 
 def operations_per_s(device: str) -> float:
-    """Of a float64 matrix product, on one thread where it is a CPU's."""
+    """Return the operations per second of a float64 matrix product, on one thread of a CPU."""
     size = 4096 if device == "cuda" else 1024
     matrix = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
     before = torch.get_num_threads()
@@ -81,7 +82,7 @@ def operations_per_s(device: str) -> float:
 
 
 def compare(case: Case, devices: dict[str, float]) -> list[measure.Row]:
-    """`devices` says how many operations a second each has."""
+    """Compare all sides; `devices` maps each device to its operations per second."""
     rows = features(case, 1), features(case, 2)
     one, other = moments(rows[0]), moments(rows[1])
     peers: dict[str, Callable[[], float]] = {

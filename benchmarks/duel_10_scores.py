@@ -1,10 +1,11 @@
-"""Duel 10: FID, KID and CLIP score of images in memory, against a PNG folder, clean-fid and a CLIP script.
+"""Duel 10: FID, KID and CLIP score of images in memory, against clean-fid and a script.
 
-Ours is what `halation evaluate --model_path` does with a batch that its model has drawn: prepared for both networks at once, seen by
-both in one pass, features put away in chunks, numbers from features. The peer writes PNG files, runs clean-fid over them, and a
-script for the CLIP score over them again. Same images, weights and reference features on both sides; models are loaded before the
-clock starts. The limit is the networks alone, on inputs that lie ready on the device. The last lines are the pass of
-`halation evaluate` over the PNG folder, by the number of decode processes: where they keep the networks busy it reaches its limit.
+Ours is what `halation evaluate --model_path` does with a generated batch: preprocess it for both networks, run both in
+one pass, store features in chunks, and compute the metrics from features. The peer writes PNG files, runs clean-fid on
+them, and then a script for the CLIP score. Both sides have the same images, weights and reference features; models are
+loaded before the clock starts. The limit is the networks alone, with inputs that are already on the device. The last
+rows are the pass of `halation evaluate` over the PNG folder, by the number of decode processes: if these keep the
+networks busy, it reaches its limit.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from halation.evaluation.preprocess_pool import (
 from halation.images.png_codec import Pixels
 
 BATCH_SIZE = 32
-"""As `halation evaluate` has it unless it is told otherwise."""
+"""The default of `halation evaluate`."""
 MOST_DIFFERENCE = {"fid": 0.01, "kid": 1e-4, "clip": 0.01}
-"""Between the sides, in each number's own points."""
+"""Maximum differences between the sides, in the unit of each metric."""
 MOST_BATCHES, MOST_PNG, MOST_REFERENCE, MOST_OF_FOLDER = 8, 256, 3000, 1024
-"""Prepared batches on which the networks are timed alone; images that Pillow is timed on; real images; files of the last lines."""
+"""Maximum number of batches to time the networks alone, images to time Pillow, real images, files of the last rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ SMALL = Setting(num=32, size=128, clip=scored.LITTLE, rounds=1, num_workers=(1,)
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Everything both sides share, loaded."""
+    """Everything that both sides share, loaded."""
 
     setting: Setting
     work: Path
@@ -95,7 +96,7 @@ def opened(setting: Setting, work: Path, fid: Any) -> Bench:
         "clip": open_extractor("clip", device=str(device), weights=str(clip)),
     }
     real = scored.images(min(setting.num, MOST_REFERENCE), setting.size, 1.6, seed=1000)
-    shutil.rmtree(work / "reference", ignore_errors=True)  # a kept --work may hold those of another number of images
+    shutil.rmtree(work / "reference", ignore_errors=True)  # --work may have features of another number of images
     writers = _open_writers({"main": extractors["main"]}, work / "reference", len(real), None)
     extraction_of(_drawn(real, writers, Turn()), writers, device)
     reference = load_feature_set(writers["main"])
@@ -134,7 +135,7 @@ def _open_writers(
 def extraction_of(
     prepared: Iterator[tuple[ExtractorBatch, PreparedBatch]], writers: dict[str, FeatureWriter], device: torch.device
 ) -> None:
-    """The product's own pass."""
+    """Run Halation's own extraction."""
     broken = extraction.extract_features(
         prepared,
         writers,
@@ -156,7 +157,7 @@ def _batches(writers: dict[str, FeatureWriter]) -> Iterator[ExtractorBatch]:
 def _drawn(
     images: Sequence[Pixels], writers: dict[str, FeatureWriter], turn: Turn
 ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
-    """As the batches of a live model are handed on."""
+    """Yield prepared batches in the same way as for images of a loaded model."""
 
     def loader(index: int) -> Callable[[], tuple[Pixels, bytes]]:
         return lambda: (images[index], hashlib.sha256(images[index].tobytes()).digest())
@@ -214,7 +215,10 @@ def theirs(bench: Bench, subset_size: int) -> Turn:
 
 
 def networks_alone(bench: Bench, num_batches: int = MOST_BATCHES) -> float:
-    """Seconds for all images and captions, from inputs on the device to features on the device; so many batches are tried."""
+    """Return seconds for all images and captions, from inputs to features on the device.
+
+    It is extrapolated from at most `num_batches` batches.
+    """
     needed = -(-len(bench.images) // BATCH_SIZE)
     tried = min(num_batches, needed)
     batches = []
@@ -236,12 +240,15 @@ def networks_alone(bench: Bench, num_batches: int = MOST_BATCHES) -> float:
             indices = range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)
             bench.extractors["clip"].embed_texts([bench.captions[index % len(bench.captions)] for index in indices])
 
-    # Every batch is whole, and the last of the images is not: what is made up for it is work too.
+    # Every timed batch is full, also the last one: padding is work too.
     return measure.seconds(work) * needed / tried
 
 
 def folder_pass(bench: Bench, num_workers: int) -> tuple[float, float]:
-    """Files of the PNG folder a second to features, and to prepared batches that nobody looks at; the processes are up."""
+    """Return files per second to features, and files per second to prepared batches only.
+
+    The decode processes are already started.
+    """
     source: ImageSource = find_image_files(bench.folder, "--generated").first(MOST_OF_FOLDER)
     stores = bench.work / f"folder_{num_workers}"
     shutil.rmtree(stores, ignore_errors=True)
@@ -276,7 +283,7 @@ def duel(setting: Setting, work: Path, fid: Any) -> measure.Report:
     others: list[Turn] = []
     alone: list[float] = []
     passes: dict[int, list[tuple[float, float]]] = {workers: [] for workers in setting.num_workers}
-    networks_alone(bench, num_batches=1)  # kernels are chosen, and memory is taken, before anybody's clock runs
+    networks_alone(bench, num_batches=1)  # warm-up: select kernels and allocate memory before timing
     for number in range(setting.rounds):
         mine.append(ours(bench))
         measure.say(f"round {number + 1}, ours: {mine[-1].said()}")
@@ -354,8 +361,8 @@ def folder_rows(
 
 def main(arguments: list[str] | None = None) -> measure.Report:
     parser = measure.parser(__doc__ or "")
-    parser.add_argument("--num", type=int, help="images on each side, instead of the size's own number")
-    parser.add_argument("--rounds", type=int, help="turns of each side, instead of the size's own number")
+    parser.add_argument("--num", type=int, help="images on each side, instead of the default of the size")
+    parser.add_argument("--rounds", type=int, help="turns of each side, instead of the default of the size")
     asked = parser.parse_args(arguments)
     setting = FULL if torch.cuda.is_available() else ON_CPU
     if asked.size == "small":
@@ -364,10 +371,10 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     setting = dataclasses.replace(setting, **{name: value for name, value in given.items() if value})
     fid = clean_fid.found()
     if fid is None:
-        measure.say(f"clean-fid is not installed in {oracles.PLACES[0]}: nothing to compare with")
+        measure.say(f"clean-fid is not installed in {oracles.PLACES[0]}: no comparison")
         report = measure.Report(name="duel_10_scores", rows=(), facts=measure.machine())
     else:
-        torch.set_num_threads(1)  # as a rank of `halation evaluate`; the networks are the same for both sides
+        torch.set_num_threads(1)  # like a rank of `halation evaluate`; the networks are the same for both sides
         with inputs.workplace(asked.work) as work:
             report = duel(setting, work, fid)
     measure.finish(report, asked.output)

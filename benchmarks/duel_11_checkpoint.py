@@ -1,8 +1,8 @@
-"""Duel 11: what a checkpoint of 10.8 GB costs training: ours against torch.save and DCP's async_save by thread.
+"""Duel 11: the cost of a 10.8 GB checkpoint for training, against torch.save and DCP.
 
-A plain DiT-XL/2 trains beside all sides, so a save's price is measured twice: the seconds the call itself blocks, and the seconds
-lost until the bytes are written, that is the call and whatever the steps meanwhile take longer than steps in peace. Everything
-is on the same disk. Ours hashes and fsyncs what it writes; the peers do neither.
+A plain DiT-XL/2 trains while each side saves, so the cost of a save is measured twice: the seconds for which the call
+blocks, and the seconds lost until the bytes are written, that is the call plus the extra time of the steps meanwhile.
+DCP uses async_save in a thread. Everything is on the same disk. Ours hashes and fsyncs its files; the peers do neither.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Setting:
     batch: int
     rounds: int
     peace: int
-    """Steps in peace before a save, that those after it are compared with."""
+    """Undisturbed steps before a save, to compare the steps after it with."""
     watched_s: float
-    """How long steps are watched while a save is being written; what is longer is waited for without them."""
+    """Seconds for which steps are timed during a save; after that, training waits for the save."""
     tuned: bool
 
 
@@ -49,7 +49,7 @@ SMALL = Setting(
 
 @dataclass(kw_only=True)
 class Cost:
-    """What one save cost, in seconds."""
+    """The cost of one save, in seconds."""
 
     blocked_s: float
     peace_s: float
@@ -57,7 +57,7 @@ class Cost:
     next_s: list[float]
     """The steps right after it."""
     meanwhile_s: list[float]
-    """All steps until it was written, those included."""
+    """All steps until it was written, including those."""
     written_s: float
 
     @property
@@ -66,7 +66,7 @@ class Cost:
 
     @property
     def slower(self) -> float:
-        """The median of the steps right after it, as a multiple of one in peace."""
+        """The median of the steps right after it, relative to an undisturbed step."""
         return statistics.median(self.next_s) / self.peace_s
 
     def as_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Cost:
 
 
 class Training:
-    """The plain DiT, a step at a time: the loss is read after each, as a training that logs it does."""
+    """Trains the plain DiT step by step; the loss is read after each step, as for logging."""
 
     def __init__(self, setting: Setting) -> None:
         on_gpu = torch.cuda.is_available()
@@ -108,7 +108,7 @@ class Training:
         return time.perf_counter() - began
 
     def state(self) -> State:
-        """As training keeps it: weights, their average, both moments; DiT-XL/2's are 10.8 GB."""
+        """Return the training state: weights, EMA, both moments; 10.8 GB for DiT-XL/2."""
         model = {name: p.detach() for name, p in self.training.model.named_parameters() if p.requires_grad}
         average = dict(zip(model, self.training.average, strict=True))
         moments = self.training.optimizer.state
@@ -122,7 +122,7 @@ class Training:
 
 
 def turn(training: Training, side: Side, setting: Setting) -> Cost:
-    """Steps in peace, a save, and steps until it is written."""
+    """Run undisturbed steps, a save, and steps until it is written."""
     peace = statistics.median([training.step() for _ in range(setting.peace)])
     state = training.state()
     training.side = side
@@ -142,7 +142,7 @@ def turn(training: Training, side: Side, setting: Setting) -> Cost:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second into host memory that is there already: pinned from a GPU, a plain copy on a CPU."""
+    """Return bytes per second of a copy to allocated host memory (pinned, if from a GPU)."""
     size = 2**31 if device.type == "cuda" else 2**27
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -150,7 +150,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
-    """Both files of one state, tensor by tensor."""
+    """Save one state with both sides and compare the files tensor by tensor."""
     from halation.distributed.checkpoint.reader import CheckpointReader
     from halation.distributed.checkpoint.writer import find_newest_valid
 
@@ -175,7 +175,7 @@ def equal(training: Training, ours: Ours, peer: TorchSave) -> str:
 
 @dataclass(kw_only=True)
 class Duel:
-    """The sides that still stand, and what their saves cost."""
+    """The sides that have not failed, and the costs of their saves."""
 
     setting: Setting
     training: Training
@@ -184,7 +184,7 @@ class Duel:
     first: dict[str, Cost] = field(default_factory=dict)
 
     def play(self, deadline: float, on_round: Callable[[], None]) -> None:
-        """A save of each side that is not counted, then rounds; a side that fails is out, the others go on."""
+        """Run one warm-up save per side, then the rounds; a side that fails is dropped."""
         for number in range(self.setting.rounds + 1):
             for name in list(self.sides):
                 if number > 1 and time.monotonic() > deadline:
@@ -197,8 +197,8 @@ class Duel:
     def _turn(self, name: str, number: int) -> None:
         try:
             cost = turn(self.training, self.sides[name], self.setting)
-        except Exception:  # noqa: BLE001 - whatever a peer dies of, the others are measured
-            measure.say(f"{name} failed and is out:\n{traceback.format_exc()}")
+        except Exception:  # noqa: BLE001 - if a peer fails, the others are still measured
+            measure.say(f"{name} failed and is dropped:\n{traceback.format_exc()}")
             del self.sides[name]
             self.training.side = None
             return
@@ -275,13 +275,13 @@ def main(arguments: list[str] | None = None) -> measure.Report:
     from halation.distributed.world import init_from_env
 
     parser = measure.parser(__doc__ or "")
-    parser.add_argument("--rounds", type=int, help="turns of each side (default: the duel's 5)")
-    parser.add_argument("--limit_s", type=float, default=480.0, help="begin no turn after so many seconds")
+    parser.add_argument("--rounds", type=int, help="turns of each side (default: 5)")
+    parser.add_argument("--limit_s", type=float, default=480.0, help="start no turn after this many seconds")
     asked = parser.parse_args(arguments)
     deadline = time.monotonic() + asked.limit_s
     setting = FULL if asked.size == "full" and torch.cuda.is_available() else SMALL
     if asked.size == "full" and setting is SMALL:
-        measure.say("no GPU here: the small size is run instead")
+        measure.say("no GPU: running the small size instead")
     if asked.rounds:
         setting = dataclasses.replace(setting, rounds=asked.rounds)
     with inputs.workplace(asked.work) as work:
@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         duel.play(deadline, lambda: measure.write(report(duel, num_bytes, rate, "not compared"), asked.output))
         try:
             check = equal(training, ours, peer)
-        except Exception:  # noqa: BLE001 - the figures stand without it
+        except Exception:  # noqa: BLE001 - the results are valid without it
             check = "not compared"
             measure.say(traceback.format_exc())
         found = report(duel, num_bytes, rate, check)

@@ -1,7 +1,8 @@
-"""Fine-tuning a HunyuanDiT of real size (1.5 B, random weights) at 512 px with `halation train --model_path`: speed, memory, saves, samples.
+"""Fine-tuning a full-size HunyuanDiT (1.5 B, random weights) at 512 px.
 
-Every variant is the shipped command in a process of its own, judged by its metrics.jsonl and its log. A variant that fails is a line
-in the table, and the next one runs. The goal: 35 % of the measured matrix peak on one GPU.
+It measures speed, memory, saves and samples of `halation train --model_path`. Every variant is the shipped command in a
+separate process, measured by its metrics.jsonl and its log. A variant that fails is a line in the table, and the next
+one runs. The goal: 35 % of the measured matrix peak on one GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DRAWN = re.compile(r"samples of step (\d+)\w*: (\d+) done, (\d+) failed, ([\d.]+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is trained on what; text encoders keep the real widths, but their depth is no part of training."""
+    """Model and data; text encoders have the real width, but one layer is enough here."""
 
     shape: hunyuan.Shape
     pixels: int
@@ -64,20 +65,23 @@ TINY = Size(
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One command. A `whole` one runs to its end, with checkpoints, samples and export; others end when they were seen to be steady."""
+    """One command.
+
+    A `whole` one runs to its end, with checkpoints, samples and export. Others are stopped after enough steps.
+    """
 
     name: str
     batch: int
     flags: tuple[str, ...] = ()
     whole: bool = False
     passes: int = 3
-    """Forwards' worth of useful operations a step: LoRA needs no gradients of the weights it does not train."""
+    """Useful operations per step, in forwards: LoRA needs no gradients of the weights it does not train."""
     plain: bool = False
-    """`benchmarks.plain_hunyuan` instead of the command: what a script of one's own reaches."""
+    """Run `benchmarks.plain_hunyuan`, a plain script, instead of the command."""
 
     @property
     def num_steps(self) -> int:
-        """Fewer images than an epoch, whose end would save in the middle of the measurement."""
+        """Fewer images than an epoch, whose end would save during the measurement."""
         return 30 if self.whole else max(10, min(24, 400 // self.batch))
 
 
@@ -110,7 +114,7 @@ SMALL = (
 
 
 def make_model(folder: Path, size: Size) -> Path:
-    """The pipeline folder, unless an earlier call left it there."""
+    """Create the pipeline folder unless it already exists."""
     done = folder.with_name(f"{folder.name}_is_whole")
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -122,12 +126,12 @@ def make_model(folder: Path, size: Size) -> Path:
         if device == "cuda":
             torch.cuda.empty_cache()
         gigabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e9
-        measure.say(f"made a pipeline of {gigabytes:.2f} GB in {time.perf_counter() - began:.1f} s")
+        measure.say(f"created a pipeline of {gigabytes:.2f} GB in {time.perf_counter() - began:.1f} s")
     return folder
 
 
 def forward_flops(model: Path, size: Size) -> float:
-    """Operations of one forward of one image, counted by torch on a copy without memory."""
+    """Return the FLOPs of one forward of one image, counted by torch on the meta device."""
     import diffusers
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -168,7 +172,10 @@ def words_of(variant: Variant, size: Size, model: Path, work: Path, run: Path) -
 
 
 def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: float, flops: float) -> dict[str, Any]:
-    """Start the command, watch it to its end or to enough steps, and read what it left; the run's folder goes afterwards."""
+    """Run the command to its end or for enough steps, and read its results.
+
+    The run folder is removed afterwards.
+    """
     run, log = work / f"run_{variant.name}", work / f"{variant.name}.log"
     shutil.rmtree(run, ignore_errors=True)
     words = words_of(variant, size, model, work, run)
@@ -196,7 +203,7 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
     found |= {"total_s": round(took, 1), "starts_s": round(starts_s, 1)} | _figures(variant, run, flops)
     if problem:
         measure.say(f"{variant.name}: {problem}\n{_tail(log)}")
-    shutil.rmtree(run, ignore_errors=True)  # 24 GB a checkpoint: there is no room for two runs
+    shutil.rmtree(run, ignore_errors=True)  # a checkpoint has 24 GB: there is no room for two runs
     _await_free_memory()
     return found
 
@@ -204,7 +211,10 @@ def run_variant(variant: Variant, size: Size, model: Path, work: Path, limit_s: 
 def _watched(
     process: subprocess.Popen[bytes], variant: Variant, run: Path, began: float, limit_s: float
 ) -> tuple[str, float]:
-    """Until it ended, or was seen long enough; what was wrong, or nothing, and after how many seconds its first step was done."""
+    """Wait until the command ended or has run enough steps.
+
+    Return the problem, or "", and the seconds until its first step was done.
+    """
     told, starts_s = began, 0.0
     while True:
         code = process.poll()
@@ -224,7 +234,7 @@ def _watched(
 
 
 def _figures(variant: Variant, run: Path, flops: float) -> dict[str, Any]:
-    """From metrics.jsonl and the log: as much as is there."""
+    """Read the available numbers from metrics.jsonl and the log."""
     lines = shipped.training_lines(run)
     text = "".join(path.read_text(errors="replace") for path in sorted((run / "logs").glob("*.log")))
     saves = [(int(step), float(seconds)) for step, _, seconds in SAVED.findall(text)]
@@ -235,7 +245,7 @@ def _figures(variant: Variant, run: Path, flops: float) -> dict[str, Any]:
     found: dict[str, Any] = {"saves": saves, "samples": drawn, "exported": (run / "export").is_dir()}
     steps = _step_seconds(lines)
     dates = {step for step, _ in saves}
-    # The step after a save carries what followed the save: validation loss and samples.
+    # The step after a save includes the validation loss and the samples.
     steady = [seconds for step, seconds in steps.items() if step > WARM_UP and step - 1 not in dates]
     if not steady:
         return found
@@ -267,7 +277,7 @@ def _step_seconds(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 def _await_free_memory() -> None:
-    """A killed rank gives its memory back a moment later."""
+    """Wait until the memory of a killed rank is free."""
     deadline = time.monotonic() + 20
     while torch.cuda.is_available() and time.monotonic() < deadline:
         free, total = torch.cuda.mem_get_info()
@@ -319,11 +329,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def asked_for(arguments: list[str] | None) -> argparse.Namespace:
     parser = measure.parser(__doc__ or "")
     names = [variant.name for variant in (*FULL, *SMALL)]
-    parser.add_argument("--only", nargs="+", choices=names, help="some variants, in the order of the list")
+    parser.add_argument("--only", nargs="+", choices=names, help="run only these variants, in the order of the list")
     parser.add_argument(
-        "--limit_s", type=float, default=560.0, help="begin nothing after so many seconds, and end what still runs"
+        "--limit_s", type=float, default=560.0, help="start no variant after this many seconds, and stop a running one"
     )
-    parser.add_argument("--variant_s", type=float, default=300.0, help="seconds one variant may take")
+    parser.add_argument("--variant_s", type=float, default=300.0, help="maximum seconds per variant")
     return parser.parse_args(arguments)
 
 
@@ -332,21 +342,21 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     deadline = time.monotonic() + asked.limit_s
     full = asked.size == "full" and torch.cuda.is_available()
     if asked.size == "full" and not full:
-        measure.say("no GPU here: the small size is run instead")
+        measure.say("no GPU: running the small size instead")
     size, variants = (REAL, FULL) if full else (TINY, SMALL)
     results: list[dict[str, Any]] = []
     with inputs.workplace(asked.work) as work:
         work = work.resolve()
         model = make_model(work / "model", size)
         flops = forward_flops(model, size)
-        measure.say(f"{measure.machine()}, {flops / 1e12:.4f} TFLOP a forward of one image")
+        measure.say(f"{measure.machine()}, {flops / 1e12:.4f} TFLOP per forward of one image")
         for variant in variants:
             left = deadline - time.monotonic()
             if (asked.only and variant.name not in asked.only) or left < 20:
                 continue
             try:
                 found = run_variant(variant, size, model, work, min(asked.variant_s, left), flops)
-            except Exception:  # noqa: BLE001 - the next variant runs whatever became of this one
+            except Exception:  # noqa: BLE001 - the next variant runs even if this one fails
                 found = {"name": variant.name, "problem": traceback.format_exc(limit=-3)}
             results.append(found)
             measure.say(json.dumps(found))

@@ -1,8 +1,9 @@
-"""`halation gallery`: 1,000 steps x 8 prompts open in a second, 100,000 images in two, and 50 quiet runs cost under 1 % of a core.
+"""Latency and idle cost of `halation gallery`.
 
-Ours is what a person waits for: from the first request of a fresh server to the answers its page is drawn from (and in a browser, where
-Chromium and playwright are there, to the first image in sight). The peer is a page without an index: it lists the folder and reads
-every image's own text, each time it is asked.
+The goals: 1,000 steps x 8 prompts open in one second, 100,000 images in two, and 50 idle runs use less than 1 % of a
+core. Ours is the time from the first request of a new server to the responses that its page needs (and, if Chromium and
+playwright are installed, to the first visible image in a browser). The peer is a page without an index, which lists the
+folder and reads the metadata of every image on each request.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SMALL = Setting(num_steps=50, num_images=2_000, num_runs=5, idle_s=4.0, rounds=1
 
 
 class Visitor:
-    """Whoever opened the link; each request is a connection of its own."""
+    """A client that opened the link; each request is a separate connection."""
 
     def __init__(self, process: psutil.Process, port: int, token: str) -> None:
         self.process = process
@@ -67,13 +68,13 @@ class Visitor:
         response = self._ask(path)
         body = response.read()
         if response.status != 200:
-            raise SystemExit(f"{path} answered {response.status}: {body[:200]!r}")
+            raise SystemExit(f"{path} returned {response.status}: {body[:200]!r}")
         return json.loads(body) if path.startswith("/api") else body
 
 
 @contextlib.contextmanager
 def serving(folder: Path, cache: Path) -> Iterator[Visitor]:
-    """A fresh server, as `halation gallery FOLDER` starts it, with nothing in its cache."""
+    """Start `halation gallery FOLDER` with an empty cache."""
     shutil.rmtree(cache, ignore_errors=True)
     command = [sys.executable, "-m", "halation.cli", "gallery", str(folder)]
     environment = shipped.environment({"HALATION_CACHE": str(cache), "PYTHONUNBUFFERED": "1"})
@@ -88,7 +89,7 @@ def serving(folder: Path, cache: Path) -> Iterator[Visitor]:
 
 
 def opened(run: Path, cache: Path, paths: tuple[str, ...]) -> float:
-    """Seconds of the requests that a run's page begins with."""
+    """Return the seconds of the first requests of a run's page."""
     with serving(run, cache) as visitor:
         began = time.perf_counter()
         for path in paths:
@@ -97,7 +98,7 @@ def opened(run: Path, cache: Path, paths: tuple[str, ...]) -> float:
 
 
 def seen(run: Path, cache: Path) -> float | None:
-    """Seconds until a browser shows the first image of a run's page; None where there is no browser."""
+    """Return seconds until a browser shows the first image of a run; None without a browser."""
     executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     try:
         from playwright.sync_api import sync_playwright
@@ -107,7 +108,7 @@ def seen(run: Path, cache: Path) -> float | None:
         return None
     there = "() => [...document.querySelectorAll('main img')].some((image) => image.complete && image.naturalWidth > 0)"
     with serving(run.parent, cache) as visitor, sync_playwright() as playwright:
-        # Chromium's socket stands there, and a socket's path has 107 bytes.
+        # Chromium creates a socket there, and the path of a socket has at most 107 bytes.
         short: dict[str, str | float | bool] = {**os.environ, "TMPDIR": "/tmp"}
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS, env=short)
         page = browser.new_page()
@@ -122,7 +123,7 @@ def seen(run: Path, cache: Path) -> float | None:
 
 
 def scanned(folder: Path) -> tuple[float, int]:
-    """What a page without an index does for one answer: every file's name, and the text inside every image."""
+    """Do the work of a page without an index: list the files and read every image's metadata."""
     began = time.perf_counter()
     num = 0
     for place, _, names in os.walk(folder):
@@ -134,10 +135,10 @@ def scanned(folder: Path) -> tuple[float, int]:
 
 
 def idle_share(root: Path, cache: Path, idle_s: float) -> float:
-    """Of a core, while nothing changes and a page is open."""
+    """Return the share of a core that is used while a page is open and nothing changes."""
     with serving(root, cache) as visitor:
         stream = visitor._ask("/api/events")
-        time.sleep(5)  # all runs were looked at
+        time.sleep(5)  # until all runs are scanned
         before = sum(visitor.process.cpu_times()[:2])
         time.sleep(idle_s)
         used = sum(visitor.process.cpu_times()[:2]) - before

@@ -1,4 +1,7 @@
-"""A HunyuanDiT pipeline folder of any size with random weights: the real classes and shapes, so its speed is the real one."""
+"""Builds a HunyuanDiT pipeline folder of any size with random weights.
+
+The classes and shapes are the real ones, and therefore the speed too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ WORDS = ("a", "the", "of", "red", "bear", "street", "rain", "table", "woman", "b
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How large each part is."""
+    """Size of each component."""
 
     layers: int
     heads: int
@@ -28,7 +31,7 @@ class Shape:
     vae_layers: int
     mlp_ratio: float = 4.0
     sizes_and_style: bool = True
-    """Whether the transformer is told image sizes and a style, as before version 1.2."""
+    """True if the transformer is conditioned on image sizes and a style, as before version 1.2."""
 
 
 REAL = Shape(
@@ -42,7 +45,7 @@ TINY = Shape(
 
 
 def build(folder: Path, shape: Shape, dtype: torch.dtype, device: str) -> Path:
-    """Save such a pipeline as diffusers does; nothing is downloaded."""
+    """Build and save the pipeline in the diffusers layout; nothing is downloaded."""
     import diffusers
 
     from benchmarks.inputs import random_vae
@@ -135,7 +138,7 @@ def _tokenizers() -> tuple[Any, Any]:
 
 
 def _fill(module: torch.nn.Module) -> None:
-    """No parameter stays zero: a fresh HunyuanDiT answers zero, and equal zeros would prove nothing."""
+    """Fill the weights randomly: a new HunyuanDiT predicts zero, which would prove nothing."""
     generators = {
         device: torch.Generator(device).manual_seed(0) for device in {value.device for value in module.parameters()}
     }

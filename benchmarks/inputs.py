@@ -1,4 +1,4 @@
-"""Stand-ins that cost nothing to ship: small images in class folders, and autoencoders with random weights."""
+"""Synthetic inputs: small images in class folders, and autoencoders with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 
 @contextlib.contextmanager
 def workplace(asked: Path | None) -> Iterator[Path]:
-    """The folder asked for, which stays, or a temporary one, which goes."""
+    """Yield the given folder, which is kept, or a temporary one, which is removed."""
     if asked is not None:
         asked.mkdir(parents=True, exist_ok=True)
         yield asked
@@ -30,7 +30,7 @@ def workplace(asked: Path | None) -> Iterator[Path]:
 
 
 def class_folder(folder: Path, num_images: int) -> Path:
-    """Small noisy PNGs in one folder a class; what they show does not matter to speed, that they differ does."""
+    """Write small, different, noisy PNGs in class folders; content does not affect speed."""
     from PIL import Image
 
     def write(number: int) -> None:
@@ -46,7 +46,10 @@ def class_folder(folder: Path, num_images: int) -> Path:
 
 
 def random_vae(channels: tuple[int, ...], layers: int) -> Any:
-    """An AutoencoderKL that shrinks eightfold, with random weights; (128, 256, 512, 512) and 2 is Stable Diffusion's shape."""
+    """Create an AutoencoderKL with factor 8 and random weights.
+
+    Channels (128, 256, 512, 512) and 2 layers is the architecture of Stable Diffusion.
+    """
     import torch
     from diffusers import AutoencoderKL
 
@@ -66,6 +69,6 @@ def random_vae(channels: tuple[int, ...], layers: int) -> Any:
 
 
 def vae_folder(folder: Path) -> Path:
-    """The cheapest autoencoder of that kind: training reads its latents from a cache, so its own speed does not count."""
+    """Save a minimal autoencoder; its speed does not matter, as training reads cached latents."""
     random_vae((8, 8, 8, 8), 1).save_pretrained(str(folder), safe_serialization=True)
     return folder

@@ -1,4 +1,4 @@
-"""What all duels share: a clock, a device's own limit, medians of interleaved turns, and one table at the end."""
+"""Shared parts of all benchmarks: clock, device limits, interleaved turns, result table."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ Setting = TypeVar("Setting")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One comparison. `unit` that ends in /s is a rate (more is better), anything else is a time or a size (less is better)."""
+    """One comparison.
+
+    A `unit` that ends in /s is a rate (more is better); anything else is a time or a size (less is better).
+    """
 
     case: str
     ours: float
     peer: float
     unit: str
     limit: float | None
-    """What the hardware would allow, in the same unit; None where nothing sensible was measured."""
+    """The limit of the hardware, in the same unit; None if there is no meaningful limit."""
     check: str
-    """The value that shows both sides did the same work."""
+    """Evidence that both sides did the same work."""
     equality: str
-    """E0 the same bits, E1 the same maths with other rounding, E2 another distribution."""
+    """E0: bit-identical, E1: the same maths with other rounding, E2: another distribution."""
     note: str = ""
 
     @property
@@ -50,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one benchmark found, with the machine it was found on."""
+    """The results of one benchmark, with facts about the machine."""
 
     name: str
     rows: tuple[Row, ...]
@@ -66,7 +69,7 @@ def say(text: str) -> None:
 
 
 def parser(sentence: str) -> argparse.ArgumentParser:
-    """The flags every benchmark has."""
+    """Create a parser with the flags of every benchmark."""
     result = argparse.ArgumentParser(description=sentence)
     result.add_argument("--size", choices=["small", "full"], default="full", help="small: a minute on two CPU cores")
     result.add_argument("--output", type=Path, help="also write the table as JSON to this file")
@@ -77,7 +80,7 @@ def parser(sentence: str) -> argparse.ArgumentParser:
 def play(
     sentence: str, full: Setting, small: Setting, duel: Callable[[Setting, Path], Report], arguments: list[str] | None
 ) -> Report:
-    """A duel from its flags to its table: the full size needs a GPU."""
+    """Run a duel from its flags to its table; the full size needs a GPU."""
     import torch
 
     from benchmarks import inputs
@@ -85,7 +88,7 @@ def play(
     asked = parser(sentence).parse_args(arguments)
     setting = full if asked.size == "full" and torch.cuda.is_available() else small
     if asked.size == "full" and setting is small:
-        say("no GPU here: the small size is run instead")
+        say("no GPU: running the small size instead")
     with inputs.workplace(asked.work) as work:
         report = duel(setting, work)
     finish(report, asked.output)
@@ -93,7 +96,7 @@ def play(
 
 
 def finish(report: Report, output: Path | None) -> None:
-    """Print the table and one RATIO line a case; write JSON where asked."""
+    """Print the table and one RATIO line per case; write JSON if `output` is given."""
     print(f"\n{report.name}: {describe_facts(report.facts)}")
     header = ("case", "ours", "peer", "unit", "ratio", "of limit", "equality", "check")
     lines = [header] + [
@@ -119,7 +122,10 @@ def finish(report: Report, output: Path | None) -> None:
 
 
 def write(report: Report, output: Path | None) -> None:
-    """As JSON where asked; a long duel writes after each round, so that one which is cut short leaves its figures too."""
+    """Write JSON if `output` is given.
+
+    A long benchmark writes after each round, so that an interrupted one has results too.
+    """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(report.as_json(), indent=2) + "\n")
@@ -130,7 +136,7 @@ def describe_facts(facts: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Device, cores and versions: without them a figure means nothing."""
+    """Return device, cores and versions, without which results are meaningless."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
@@ -142,7 +148,7 @@ def num_cores() -> int:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """Wall-clock of one call, the device's queue emptied before and after."""
+    """Return the wall-clock seconds of one call; the device is synchronized before and after."""
     synchronise()
     began = time.perf_counter()
     action()
@@ -158,7 +164,7 @@ def synchronise() -> None:
 
 
 def interleaved(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """A B A B: every side once a round, so that a machine that slows down slows all of them down."""
+    """Run every side once per round (A B A B), so that a slow machine affects all of them."""
     figures: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
@@ -171,7 +177,10 @@ def medians(figures: dict[str, list[float]]) -> dict[str, float]:
 
 
 def matrix_peak() -> float:
-    """bf16 operations a second of an 8192 cube on a GPU; float32 of a 1024 cube on one CPU thread. Random numbers, not zeros."""
+    """Return the operations per second of a matrix product of random numbers.
+
+    bf16 with 8192^3 on a GPU, float32 with 1024^3 on one CPU thread.
+    """
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -191,5 +200,5 @@ def matrix_peak() -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Lowest and highest of repeated figures, so that a reader sees the noise beside the ratio."""
+    """Format the lowest and highest of repeated values, to show the noise beside the ratio."""
     return f"{min(values):.4g}-{max(values):.4g}"

@@ -1,4 +1,4 @@
-"""Beside each sample of a run the training image nearest to it: is it a copy, or drawn?
+"""Shows the nearest training image beside each sample of a run, to detect copies.
 
 python benchmarks/nearest.py --samples RUN/samples/step_0003916 --data FOLDER --output nearest.png
 """
@@ -19,7 +19,7 @@ from halation.training.build_components import open_dataset
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=Path, required=True, help="a folder with samples.json")
-    parser.add_argument("--data", required=True, help="what the run was trained on")
+    parser.add_argument("--data", required=True, help="the data set that the run was trained on")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--columns", type=int, default=8)
     arguments = parser.parse_args()

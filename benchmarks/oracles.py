@@ -1,7 +1,8 @@
-"""The tools that evaluation is compared with, imported from a folder of their own.
+"""Imports the tools that evaluation is compared with, from a separate folder.
 
-transformers and diffusers import any torchvision they can see, and the one that these tools need, built for another torch, would take
-them down. So it is seen only while a tool is imported, after transformers has looked for it once.
+transformers and diffusers import any torchvision on the path, and the one that these tools need, built for another
+torch, would break them. Therefore the folder is on the path only while a tool is imported, after transformers has
+checked for torchvision.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from types import ModuleType
 import torch
 
 PLACES = (Path(sys.prefix) / "oracles", Path(__file__).resolve().parents[1] / ".venv" / "oracles")
-"""Where `make test` puts them; the second is for an interpreter that is not this repository's own."""
+"""Folders in which `make test` installs them; the second is for an interpreter outside this repository."""
 
 
 def place() -> Path | None:
-    """The folder they stand in, or None where nobody installed them."""
+    """Return the folder of the tools, or None if they are not installed."""
     return next((folder for folder in PLACES if folder.is_dir()), None)
 
 
 def imported(name: str) -> ModuleType | None:
-    """A module of a tool, or None where they are not installed."""
+    """Import a module of a tool; None if they are not installed."""
     folder = place()
     if folder is None:
         return None
     from transformers.utils.import_utils import is_torchvision_available
 
-    is_torchvision_available()  # asked once and remembered
+    is_torchvision_available()  # the result is cached
     with _visible(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a tool says about itself while it is imported is no failure of ours
+        warnings.simplefilter("ignore")  # warnings of a tool during its import must not fail tests
         _declare_operators()
         return importlib.import_module(name)
 
@@ -51,7 +52,10 @@ def _visible(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _declare_operators() -> torch.library.Library | None:
-    """torchvision built for another torch has no binaries that load, and looks for two of their operators when it is imported."""
+    """Declare two operators that torchvision needs at import.
+
+    The binaries of a torchvision built for another torch do not load.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError:

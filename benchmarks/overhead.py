@@ -1,7 +1,8 @@
-"""Overhead: `halation generate` with a model of 0.2 s against a bare loop that sleeps, makes the same card and saves it with Pillow.
+"""Overhead of `halation generate` with a model of 0.2 s, against a bare loop.
 
-Both sides are processes of their own, in turns; what counts is the time from the first image to the last, divided by the images
-in between. The journal's cost is measured the same way: the command as shipped against one whose ledger writes no outcome down.
+The bare loop sleeps, makes the same test card and saves it with Pillow. Both sides are separate processes that run in
+turns; the result is the time from the first image to the last, divided by the images in between. The cost of the ledger
+is measured in the same way: the shipped command against one whose ledger records nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks import inputs, measure, shipped
 PAINT_S = 0.2
 HEIGHTS = (64, 512)
 MOST = {"bare": 1.03, "unwritten": 1.02}
-"""What ours may take at most, against a bare loop and against itself without a journal."""
+"""Maximum ratio of ours to a bare loop, and to ours without a ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Setting:
     """One size of the benchmark."""
 
     num_images: int
-    """Of each worker."""
+    """Images per worker."""
     rounds: int
 
 
@@ -41,9 +42,9 @@ def write_prompts(path: Path, num: int) -> None:
 
 
 def seconds_each(folder: Path, num_workers: int) -> float:
-    """Of a worker for an image, from the folder's first to its last."""
+    """Return the seconds per image of a worker, from the folder's first image to its last."""
     times = sorted(path.stat().st_mtime for path in folder.glob("*.png"))
-    # Each worker's first one is where its clock begins.
+    # The clock of each worker starts at its first image.
     return (times[-1] - times[0]) / (len(times) / num_workers - 1)
 
 
@@ -51,7 +52,7 @@ def seconds_each(folder: Path, num_workers: int) -> float:
 
 
 def generate(folder: Path, size: int, num_workers: int, startups: list[float], *, journal: bool) -> float:
-    """Seconds an image of the command; without its journal it runs in a process that has lost `Ledger.record`."""
+    """Return the command's seconds per image; without `journal`, `Ledger.record` is a no-op."""
     began = time.time()
     shutil.rmtree(folder, ignore_errors=True)
     words = [
@@ -71,7 +72,7 @@ def generate(folder: Path, size: int, num_workers: int, startups: list[float], *
 
 
 def unwritten(words: Sequence[str]) -> int:
-    """The command with a ledger that forgets; it ends with 1, because nothing is done."""
+    """Run the command with a ledger that records nothing; it exits with 1, as nothing is done."""
     from halation.cli import main as halation
     from halation.generation.ledger import Ledger
 
@@ -86,7 +87,7 @@ def unwritten(words: Sequence[str]) -> int:
 
 
 def bare(folder: Path, size: int, num_workers: int, num_images: int) -> float:
-    """Seconds an image of as many loops as there are workers, each in its own process."""
+    """Return the seconds per image of bare loops, one process per worker."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     command = [sys.executable, "-m", "benchmarks.overhead", "--bare", str(folder), str(size), str(num_images)]
@@ -96,7 +97,7 @@ def bare(folder: Path, size: int, num_workers: int, num_images: int) -> float:
     ]
     codes = [loop.wait() for loop in loops]
     if any(codes):
-        raise SystemExit(f"the bare loops ended with {codes}")
+        raise SystemExit(f"the bare loops exited with {codes}")
     return seconds_each(folder, num_workers)
 
 
@@ -120,12 +121,12 @@ def bare_loop(folder: Path, size: int, num_images: int, first: int, step: int) -
 
 
 def check(ours: Path, theirs: Path) -> str:
-    """The same pixels under the same names."""
+    """Check that both folders have the same pixels under the same names."""
     from PIL import Image
 
     names = sorted(path.name for path in theirs.glob("*.png"))
     if names != sorted(path.name for path in ours.glob("*.png")):
-        raise SystemExit(f"{ours} and {theirs} hold other images")
+        raise SystemExit(f"{ours} and {theirs} contain different images")
     for name in names:
         with Image.open(ours / name) as one, Image.open(theirs / name) as other:
             if one.tobytes() != other.tobytes():

@@ -1,6 +1,6 @@
-"""The peer of the training duel: a class-conditional DiT and its training step in plain torch, as a careful person writes them.
+"""The peer of the training duel: a class-conditional DiT and its training step in torch.
 
-Nothing of Halation is used here. The model is DiT's (adaLN-Zero, no QK-norm); the objective is rectified flow.
+It uses nothing of Halation. The model is DiT (adaLN-Zero, no QK-norm); the objective is rectified flow.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class PlainDiT(nn.Module):
 
 
 class PlainTraining:
-    """One training of the plain DiT on latents that already lie on the device.
+    """Trains the plain DiT on latents that are already on the device.
 
-    `tuned`: bf16 autocast, blocks compiled, fused AdamW, foreach EMA. Otherwise as facebookresearch/DiT is written: TF32, eager,
-    AdamW's default, the EMA in a loop over parameters.
+    `tuned`: bf16 autocast, compiled blocks, fused AdamW, foreach EMA. Otherwise like facebookresearch/DiT: TF32, eager,
+    default AdamW, the EMA in a loop over parameters.
     """
 
     def __init__(self, shape: Shape, latents: Tensor, batch: int, *, tuned: bool, compiled: bool, bf16: bool) -> None:
@@ -123,7 +123,7 @@ class PlainTraining:
             average.mul_(0.9999).add_(parameter.detach(), alpha=1e-4)
 
     def rate(self, steps: int) -> float:
-        """Images a second over some steps; the loss is read once, at the end, which is the only wait."""
+        """Return images per second over some steps; only reading the last loss synchronizes."""
         began = time.perf_counter()
         for _ in range(steps):
             loss = self.step()

@@ -1,7 +1,7 @@
-"""What a careful person's own script reaches: HunyuanDiT's transformer trained in plain torch and diffusers on inputs that lie on the device.
+"""A tuned plain script: trains HunyuanDiT's transformer in torch and diffusers.
 
-Nothing of Halation is used here: bf16 autocast, blocks compiled, fused AdamW, foreach EMA, v-prediction. It writes its steps as
-`halation train` does, a line each, so that both are read the same way.
+It uses nothing of Halation: bf16 autocast, compiled blocks, fused AdamW, foreach EMA, v-prediction, and inputs that are
+already on the device. It writes one line per step like `halation train`, so that both are read in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class PlainTraining:
-    """The transformer of a pipeline folder, all of it trained."""
+    """Trains all weights of the transformer of a pipeline folder."""
 
     def __init__(self, model: Path, pixels: int, batch: int, *, bf16: bool, compiled: bool, recompute: bool) -> None:
         import diffusers
@@ -95,7 +95,7 @@ def main() -> None:
     asked.output_dir.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # as many as a rank of the command uses
+        torch.set_num_threads(1)  # like a rank of the command
     training = PlainTraining(
         asked.model, asked.pixels, asked.batch_size, bf16=asked.dtype == "bf16", compiled=asked.compile,
         recompute=asked.gradient_checkpointing,

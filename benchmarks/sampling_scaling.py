@@ -1,8 +1,9 @@
-"""Samples at a checkpoint by N ranks: eight prompts of ten steps cost at most 1.15 x ceil(8 / N) / 8 of one rank.
+"""Scaling of samples at a checkpoint with the number of ranks.
 
-The drawing is training's own; only the model's forward sleeps instead of computing, which stands for a device of its own for each
-rank. All worlds live in the same processes, and draw in turns. `sharded` is how fsdp and ZeRO-3 draw: every forward is everybody's,
-and a rank without a prompt keeps the others company.
+The goal: on N ranks, eight prompts of ten steps take at most 1.15 x ceil(8 / N) / 8 of the time of one rank. The
+sampling code is that of training; only the model's forward sleeps instead of computing, as if each rank had its own
+device. All worlds are in the same processes and sample in turns. `sharded` is sampling with fsdp and ZeRO-3: every
+forward is a collective, and a rank without a prompt runs a dummy batch.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ SMALL = Setting(worlds=(1, 2, 3), steps=5, sleep_s=0.1, rounds=2)
 
 
 def ideal(num_ranks: int) -> float:
-    """Share of one rank's time: rounds of an image each."""
+    """Return the ideal share of one rank's time, in rounds of one image per rank."""
     return -(-NUM_PROMPTS // num_ranks) / NUM_PROMPTS
 
 
 class Sleeping(DiTDenoiser):
-    """A DiT that answers after a while, without computing: half of where it stands, so that every seed gets its own image."""
+    """A DiT whose forward sleeps and returns x / 2, so that every seed gives another image."""
 
     sleep_s = 0.0
 
@@ -73,7 +74,7 @@ def make_model(setting: Setting) -> Sleeping:
 
 
 class Drawings:
-    """One rank's share of the drawings of all worlds it belongs to; every world is the first ranks of the whole one."""
+    """Samples on one rank in all worlds it belongs to; a world of n has the first n ranks."""
 
     def __init__(self, setting: Setting, world: Any, place: Path) -> None:
         import torch.distributed as dist
@@ -89,7 +90,7 @@ class Drawings:
         )  # fmt: skip
         self.worlds: dict[int, Any] = {}
         for size in setting.worlds:
-            group = dist.new_group(list(range(size)), backend="gloo")  # every rank makes every group, member or not
+            group = dist.new_group(list(range(size)), backend="gloo")  # every rank must create every group
             if world.rank < size:
                 self.worlds[size] = World(
                     rank=world.rank,
@@ -102,7 +103,10 @@ class Drawings:
                 )
 
     def draw(self, size: int, *, sharded: bool) -> float:
-        """Seconds from when all ranks of this world begin until all of them know every image; others wait for them."""
+        """Return seconds from the common start until all ranks of this world have all rows.
+
+        Ranks outside the world wait.
+        """
         import torch.distributed as dist
 
         from halation.sampling.all_rank_sampler import DenoiserSampler
@@ -123,7 +127,7 @@ class Drawings:
 
 
 def as_rank(name: str, place: Path) -> None:
-    """What each rank does: all worlds in turn, first each rank on its own, then as with sharded weights."""
+    """Run one rank: all worlds in turn, first with independent ranks, then as if sharded."""
     import torch.distributed as dist
 
     from halation.distributed.world import init_from_env
@@ -138,7 +142,7 @@ def as_rank(name: str, place: Path) -> None:
             str(size): lambda size=size, kind=kind: drawings.draw(size, sharded=kind == "sharded")  # type: ignore[misc]
             for size in setting.worlds
         }
-        turns[str(setting.worlds[-1])]()  # the first drawing of a process imports what it needs
+        turns[str(setting.worlds[-1])]()  # warm-up: the first sampling of a process imports modules
         found[kind] = measure.interleaved(turns, setting.rounds)
         if world.is_rank_zero:
             measure.say(f"{kind}: { ({size: measure.spread(times) for size, times in found[kind].items()}) }")
@@ -149,7 +153,7 @@ def as_rank(name: str, place: Path) -> None:
 
 
 def all_ranks(setting: Setting, name: str, place: Path) -> dict[str, dict[str, list[float]]]:
-    """Start the ranks of the largest world and return what the first of them found."""
+    """Start the ranks of the largest world and return the result of rank 0."""
     command = [sys.executable, "-m", "benchmarks.sampling_scaling", "--as_rank", name, str(place)]
     num_ranks = setting.worlds[-1]
     ranks = []
@@ -161,13 +165,13 @@ def all_ranks(setting: Setting, name: str, place: Path) -> dict[str, dict[str, l
         ranks.append(subprocess.Popen(command, env=shipped.environment(extra), cwd=Path(__file__).resolve().parents[1]))
     codes = [rank.wait() for rank in ranks]
     if any(codes):
-        raise SystemExit(f"the ranks of a world of {num_ranks} ended with {codes}")
+        raise SystemExit(f"the ranks of a world of {num_ranks} exited with {codes}")
     result: dict[str, dict[str, list[float]]] = json.loads((place / RESULT).read_text())
     return result
 
 
 def compared(place: Path) -> str:
-    """Whether every drawing, by however many ranks, left the same bytes."""
+    """Compare the image files of all worlds, which must be byte-identical."""
     drawings = [
         {path.name: path.read_bytes() for path in folder.glob("*.png")}
         for folder in sorted(place.iterdir())

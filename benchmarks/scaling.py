@@ -1,7 +1,8 @@
-"""Scaling: images a second of `halation train` on 1, 2, 4 and 8 ranks, beside what seed document 003 hopes for.
+"""Scaling: images per second of `halation train` on 1, 2, 4 and 8 ranks.
 
-A rank is a GPU where there are several; otherwise a CPU process of one thread, and then no speed-up above the number of cores is
-possible. `--batch_size` is per rank, as in the document, so the global batch grows with the ranks.
+The results are shown beside the expectations of seed document 003. A rank is a GPU if there are several, otherwise a
+CPU process with one thread; then the speed-up is at most the number of cores. `--batch_size` is per rank, as in the
+document, so the global batch grows with the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Setting:
 
 
 def settings(size: str, num_gpus: int, num_cores: int) -> list[Setting]:
-    """GPUs where there is more than one to compare, and the CPU's cores always."""
+    """Return the settings: GPUs if there is more than one, and always the CPU."""
     if size == "small":
         return [Setting(kind="cpu", worlds=(1, 2), model="tiny", image_size=32, batch=8, windows=3)]
     worlds = tuple(world for world in (1, 2, 4, 8) if world <= max(4, num_cores))
@@ -45,7 +46,7 @@ def settings(size: str, num_gpus: int, num_cores: int) -> list[Setting]:
 
 
 def pictures_per_s(setting: Setting, world: int, work: Path) -> float:
-    """The shipped command's throughput over all ranks, from its own metrics."""
+    """Return the throughput of the shipped command over all ranks, from its metrics."""
     side = str(setting.image_size)
     last = LOG_EVERY * (setting.windows + 1)
     words = [

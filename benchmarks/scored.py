@@ -1,4 +1,7 @@
-"""What duel 10 scores and by which networks: images in memory with captions, and Inception and CLIP of a real one's shape with random weights."""
+"""Inputs and networks of duel 10: images with captions, random Inception and CLIP weights.
+
+The networks have the real architectures.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from benchmarks.duel_06_png import photograph
 from halation.images.png_codec import Pixels
 
 NUM_PHOTOGRAPHS = 16
-"""Made in full; the others are made from them, because making one takes longer than scoring it."""
+"""Photographs to synthesize; the others are derived from them, since synthesis takes longer than scoring."""
 WORDS = ("a red car", "two birds", "the sea", "rain", "a house", "old boats")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """`heads` are of 64 numbers; the text tower is narrower, as in every CLIP."""
+    """Sizes of a CLIP; heads have 64 channels, and the text tower is narrower, as always."""
 
     name: str
     width: int
@@ -40,7 +43,7 @@ LITTLE = ClipShape(
 
 
 def images(num: int, size: int, roughness: float, seed: int) -> list[Pixels]:
-    """Photographs, shifted, mirrored and in another light each: all different, and as hard to compress as a photograph."""
+    """Return shifted, mirrored and recoloured photographs, all different and hard to compress."""
     first = [photograph(size, size, roughness, 1.0, seed=seed + number) for number in range(min(num, NUM_PHOTOGRAPHS))]
     generator = np.random.default_rng(seed)
     found = []
@@ -63,7 +66,10 @@ def inception_file(file: Path) -> Path:
 
 
 def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights of FID's Inception that keep the signal's size through all layers, with normalisation that is far from doing nothing."""
+    """Return random weights of FID's Inception that keep the signal's scale in all layers.
+
+    The normalisation is far from the identity.
+    """
     from halation.evaluation.extractors.inception import InceptionV3
 
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +93,10 @@ def inception_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def clip_folder(folder: Path, shape: ClipShape) -> Path:
-    """As the hub's: model, tokenizer and how images are prepared; its tokenizer spells, so that captions have the usual length."""
+    """Save a CLIP folder as on the Hub: model, tokenizer and image processor.
+
+    The tokenizer encodes single letters, so that captions have the usual length.
+    """
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -108,7 +117,8 @@ def clip_folder(folder: Path, shape: ClipShape) -> Path:
         torch.manual_seed(0)
         model: Any = transformers.CLIPModel(config)
         with torch.no_grad():
-            # Out of the box all images are alike to it, and they may all be far from all texts, which the score cuts to 0.
+            # With the default initialization all images have similar embeddings, and these may be far from all texts,
+            # which the score clamps to 0.
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(3)

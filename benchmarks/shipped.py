@@ -1,4 +1,4 @@
-"""The shipped command as a person runs it: a process of its own, judged by the files it leaves."""
+"""Runs the shipped command in a separate process, measured by the files it writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_S = 0.1
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with a search path that works from any folder, and nothing of a launcher's in it."""
+    """Return the environment with an absolute PYTHONPATH and without launcher variables."""
     result = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = [str(Path(entry).resolve()) for entry in result.get("PYTHONPATH", "").split(os.pathsep) if entry]
     source = Path(__file__).resolve().parents[1] / "src"
@@ -26,13 +26,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def halation(words: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> float:
-    """Run `halation WORDS` to its end; seconds it took, or an error with the end of what it said."""
+    """Run `halation WORDS`; return the seconds, or raise with the end of its output."""
     began = time.perf_counter()
     with log.open("wb") as file:
         command = [sys.executable, "-m", "halation.cli", *words]
         code = subprocess.run(command, stdout=file, stderr=file, env=environment(extra), check=False).returncode
     if code:
-        raise SystemExit(f"halation {' '.join(words)} ended with {code}:\n{_tail(log)}")
+        raise SystemExit(f"halation {' '.join(words)} exited with {code}:\n{_tail(log)}")
     return time.perf_counter() - began
 
 
@@ -45,13 +45,13 @@ def train(
     limit_s: float,
     extra: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Start `halation train WORDS`, read metrics.jsonl until `until_step` is logged, and end the process there.
+    """Run `halation train WORDS` until metrics.jsonl has `until_step`, then kill it.
 
-    It is killed rather than asked to stop: a last checkpoint of ten gigabytes is no part of the throughput.
+    It is killed instead of stopped, because a last checkpoint of ten gigabytes is not part of the throughput.
     """
     command = [sys.executable, "-m", "halation.cli", "train", "--output_dir", str(run), *words]
     with log.open("wb") as file:
-        # What a killed launcher leaves behind goes with the benchmark's own folder.
+        # Files that a killed launcher leaves are removed with the benchmark's folder.
         place = environment({"TMPDIR": str(run.parent), **(extra or {})})
         process = subprocess.Popen(command, stdout=file, stderr=file, env=place)
     deadline = time.monotonic() + limit_s
@@ -62,7 +62,7 @@ def train(
             if lines and lines[-1]["step"] >= until_step:
                 return lines
             if ended is not None:
-                raise SystemExit(f"halation train ended with {ended} before step {until_step}:\n{_tail(log)}")
+                raise SystemExit(f"halation train exited with {ended} before step {until_step}:\n{_tail(log)}")
             if time.monotonic() > deadline:
                 raise SystemExit(
                     f"halation train did not reach step {until_step} within {limit_s:.0f} s:\n{_tail(log)}"
@@ -75,7 +75,7 @@ def train(
 
 
 def training_lines(run: Path) -> list[dict[str, Any]]:
-    """The training lines of metrics.jsonl; a line that is still being written does not count."""
+    """Return the training lines of metrics.jsonl, without an incomplete last line."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -85,7 +85,7 @@ def training_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def rates(lines: Sequence[Mapping[str, Any]], batch: int, after_step: int) -> list[float]:
-    """Images a second between each two logged steps behind the warm-up, by the run's own clock."""
+    """Return images per second between logged steps after the warm-up, by the run's clock."""
     kept = [line for line in lines if line["step"] >= after_step]
     return [
         (later["step"] - sooner["step"]) * batch / max(later["time_s"] - sooner["time_s"], 1e-9)

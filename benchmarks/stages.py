@@ -1,4 +1,4 @@
-"""One side's turn in stages: seconds on the clock and of the CPU for each, and the numbers it came to."""
+"""One turn of a side in stages: wall-clock and CPU seconds of each, and its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from benchmarks import measure
 
 @dataclass(kw_only=True)
 class Turn:
-    """CPU seconds are those of all threads and of children that have ended: they bear a machine that is not quiet."""
+    """Times and results of one turn.
+
+    CPU seconds are those of all threads and of finished child processes; they are less affected by a busy machine.
+    """
 
     wall_s: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
@@ -22,7 +25,10 @@ class Turn:
 
     @contextlib.contextmanager
     def stage(self, name: str, *, waiting: bool = True) -> Iterator[None]:
-        """A stage may come again. Without `waiting` the device may go on with what it has; its queue is emptied otherwise."""
+        """Add the time of a stage, which may be entered several times.
+
+        With `waiting`, the device is synchronized before and after.
+        """
         if waiting:
             measure.synchronise()
         wall, cpu = time.perf_counter(), _cpu_s()
@@ -47,7 +53,7 @@ def medians_by_stage(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def median_total(turns: Sequence[Turn], without: Sequence[str] = ()) -> float:
-    """Of whole turns, less the stages named."""
+    """Return the median duration of whole turns, without the given stages."""
     return statistics.median(
         [sum(seconds for name, seconds in turn.wall_s.items() if name not in without) for turn in turns]
     )

@@ -1,4 +1,4 @@
-"""What `halation evaluate` says of models of the embedded street scenes, and how sure that is over several seeds."""
+"""Scores models of the street scenes with `halation evaluate`, with intervals over seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.3
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One model, drawn in one way from one set of seeds."""
+    """Scores of one model with one setting and one set of seeds."""
 
     name: str
     seed: int
@@ -31,7 +31,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Jury:
-    """Scores models by captions of validation scenes; what it has seen already it remembers in `work`."""
+    """Scores models on captions of validation scenes; features are cached in `work`."""
 
     work: Path
     num_images: int
@@ -56,7 +56,7 @@ class Jury:
 
 
 def run(work: Path, name: str, words: Sequence[object]) -> None:
-    """The shipped command, with its output in a log of that name."""
+    """Run the shipped command, with its output in a log of that name."""
     log = work / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     measure.say(f"{name}: halation {' '.join(str(word) for word in words)}")
@@ -64,7 +64,7 @@ def run(work: Path, name: str, words: Sequence[object]) -> None:
 
 
 def captions(work: Path, part: Split, num: int) -> Path:
-    """One caption a scene, so that each comes as often as the data has it."""
+    """Write one caption per scene, so that captions are as frequent as in the data."""
     file = work / f"{part}_{num}.txt"
     if not file.exists():
         file.write_text("".join(f"{caption(scene(part, index))}\n" for index in range(num)))
@@ -72,7 +72,7 @@ def captions(work: Path, part: Split, num: int) -> Path:
 
 
 def with_interval(values: Sequence[float], digits: int = 2) -> str:
-    """Mean and, of two or more, half the width of its 95 % interval by Student's t."""
+    """Format the mean and, for two or more values, half the width of its 95 % t interval."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     if len(values) < 2:
         return mean
@@ -81,7 +81,7 @@ def with_interval(values: Sequence[float], digits: int = 2) -> str:
 
 
 def table(scores: Sequence[Score]) -> str:
-    """A row for each way of drawing, over its seeds."""
+    """Format a table with one row per setting, over its seeds."""
     groups: dict[tuple[str, int, float], list[Score]] = {}
     for each in dict.fromkeys(scores):
         groups.setdefault((each.name, each.steps, each.guidance), []).append(each)

@@ -1,4 +1,4 @@
-"""Samples from every rank of a loop in plain PyTorch, drawn with an average of the weights.
+"""Samples on every rank of a plain PyTorch training loop, with the EMA of the weights.
 
 python examples/plain_torch.py
 torchrun --standalone --nproc_per_node 2 examples/plain_torch.py
@@ -23,7 +23,7 @@ from halation import RankSampler
 
 @contextlib.contextmanager
 def changed_places(model: nn.Module, average: AveragedModel) -> Iterator[None]:
-    """The average in the model's place, for as long as the samples are drawn."""
+    """Load the EMA into the model while samples are generated."""
     own = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(average.module.state_dict())
     try:
@@ -45,7 +45,7 @@ def main(out: str, num_steps: int, every: int) -> None:
     batches = DataLoader(scenes, batch_size=8, sampler=DistributedSampler(scenes) if several else None)
 
     sampler = RankSampler(
-        model.draw,  # the model itself and not the wrapper: ranks draw apart
+        model.draw,  # the model, not the DDP wrapper: ranks sample independently
         PROMPTS,
         out,
         seed=42,

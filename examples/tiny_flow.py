@@ -1,6 +1,6 @@
-"""What all examples train: a small network that turns noise into street scenes, by rectified flow, told the prompt's words.
+"""The model and data of all examples: rectified flow on street scenes, with prompts.
 
-Nothing here knows of Halation's sampler; it stands for your model and your data.
+It does not depend on Halation's sampler and takes the place of your model and data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ PROMPTS = (
 
 
 class TinyFlow(nn.Module):
-    """Sees a mix of noise (t = 0) and an image (t = 1) and guesses the image; calling it gives the loss of a batch."""
+    """Predicts the image from a mix of noise (t = 0) and the image (t = 1).
+
+    `forward` returns the loss of a batch.
+    """
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -52,24 +55,27 @@ class TinyFlow(nn.Module):
         return self.leave(functional.silu(h))
 
     def draw(self, prompt: str, generator: torch.Generator, num_steps: int = 16) -> Tensor:
-        """One image, (3, height, width) from 0 to 1. All chance comes from `generator`, a CPU one, so it is the same on every rank."""
+        """Generate one image, (3, height, width) from 0 to 1.
+
+        All randomness comes from `generator`, a CPU generator, so the image is the same on every rank.
+        """
         device = next(self.parameters()).device
         x = torch.randn(1, 3, SIZE, SIZE, generator=generator).to(device)
         words = word_numbers(prompt)[None].to(device)
         for step in range(num_steps):
             guess = self.guess(x, torch.full((1,), step / num_steps, device=device), words)
-            x = x + (guess - x) / (num_steps - step)  # a step of the flow towards it
+            x = x + (guess - x) / (num_steps - step)  # an Euler step towards the prediction
         return (x[0] + 1) / 2
 
 
 def word_numbers(text: str) -> Tensor:
-    """Twelve numbers, one for each of a text's first words, 0 where it is shorter."""
+    """Return twelve ids for the first words of a text, padded with 0."""
     words = [1 + zlib.crc32(word.encode()) % 511 for word in text.lower().split()[:12]]
     return torch.tensor(words + [0] * (12 - len(words)))
 
 
 class Scenes(Dataset[dict[str, Tensor]]):
-    """Street scenes with their captions, from -1 to 1."""
+    """Street scenes with captions; pixels are from -1 to 1."""
 
     def __init__(self, num: int) -> None:
         self.streets = Streets(SIZE, SIZE, num_train=num)
@@ -84,7 +90,7 @@ class Scenes(Dataset[dict[str, Tensor]]):
 
 
 def arguments(out: str) -> dict[str, Any]:
-    """What every example can be told."""
+    """Parse the command-line arguments, which are the same for all examples."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", dest="out", default=out)
     parser.add_argument("--num_steps", type=int, default=200)

@@ -1,4 +1,4 @@
-"""Samples from every rank of a loop that Hugging Face accelerate spreads.
+"""Samples on every rank of a training loop with Hugging Face accelerate.
 
 python examples/with_accelerate.py
 torchrun --standalone --nproc_per_node 2 examples/with_accelerate.py     # or accelerate launch

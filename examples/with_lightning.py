@@ -1,4 +1,4 @@
-"""Samples from every rank of a Lightning Trainer.
+"""Samples on every rank of a Lightning Trainer.
 
 python examples/with_lightning.py
 torchrun --standalone --nproc_per_node 2 examples/with_lightning.py
@@ -40,7 +40,7 @@ def main(out: str, num_steps: int, every: int) -> None:
         devices=num_ranks,
         strategy="ddp" if num_ranks > 1 else "auto",
         max_steps=num_steps,
-        callbacks=[LightningSamplerCallback(sampler)],  # that is all
+        callbacks=[LightningSamplerCallback(sampler)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

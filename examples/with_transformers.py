@@ -1,4 +1,4 @@
-"""Samples from every rank of a transformers Trainer.
+"""Samples on every rank of a transformers Trainer.
 
 python examples/with_transformers.py
 torchrun --standalone --nproc_per_node 2 examples/with_transformers.py
@@ -34,7 +34,7 @@ def main(out: str, num_steps: int, every: int) -> None:
         model=model,
         args=settings,
         train_dataset=Scenes(num_steps * 16),
-        callbacks=[TransformersSamplerCallback(sampler)],  # that is all
+        callbacks=[TransformersSamplerCallback(sampler)],
     )
     trainer.train()
     if trainer.is_world_process_zero():

@@ -390,7 +390,7 @@ def test_an_output_folder_that_cannot_be_written(tmp_path: Path, trained: Path, 
 def test_sampling_from_what_is_no_model(tmp_path: Path, trained: Path, refused: Refused) -> None:
     (tmp_path / "empty").mkdir()
     here = ["--nproc", 1, "--output_dir", tmp_path / "out"]
-    assert "no whole checkpoint" in refused("sample", "--checkpoint", tmp_path / "empty", *here)
+    assert "no complete checkpoint" in refused("sample", "--checkpoint", tmp_path / "empty", *here)
     assert "nosuch" in refused("sample", "--checkpoint", tmp_path / "nosuch", *here)
     assert "--sample_steps" in refused("sample", "--checkpoint", trained, *here, "--sample_steps", -3)
     assert "--batch_size" in refused("sample", "--checkpoint", trained, *here, "--batch_size", -1)
@@ -423,7 +423,7 @@ def test_a_folder_with_files_under_our_names_is_left_alone(tmp_path: Path, train
     assert (tmp_path / "sample_00.txt").read_text() == "mine"
     of_training = next((trained / "samples").glob("step_*"))
     before = {path.name: path.read_bytes() for path in of_training.iterdir()}
-    assert "did not put there" in refused(*words, "--output_dir", of_training)
+    assert "did not write" in refused(*words, "--output_dir", of_training)
     assert {path.name: path.read_bytes() for path in of_training.iterdir()} == before
 
 

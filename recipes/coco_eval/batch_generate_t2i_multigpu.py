@@ -1,4 +1,4 @@
-"""Draw an image for every prompt of a list on all GPUs: `halation generate` with the defaults of this recipe."""
+"""Generates images for a prompt list on all GPUs: `halation generate` with other defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from halation import cli
 
-# A batch of one image: samples go round-robin over the GPUs one by one, as the commands of this recipe promise.
+# A batch of one image: images are assigned round-robin to the GPUs one by one, as this recipe documents.
 DEFAULTS: dict[str, Any] = {"batch_size": 1}
 
 if __name__ == "__main__":

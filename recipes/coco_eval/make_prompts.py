@@ -1,4 +1,7 @@
-"""A prompt list from a COCO captions file: one caption for each image, the one with the lowest number, with the image's id."""
+"""Writes a prompt list from a COCO captions file: one caption per image.
+
+It is the caption with the lowest id, listed with the id of the image.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from halation.runs.run_folder import write_atomic
 
 
 def rows(captions: Path) -> list[tuple[str, str]]:
-    """(image id, caption), by id."""
+    """Return (image id, caption), sorted by id."""
     try:
         content: dict[str, Any] = json.loads(captions.read_text(encoding="utf-8"))
         first: dict[int, tuple[int, str]] = {}

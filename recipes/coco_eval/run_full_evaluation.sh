@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From prompts to scores: draw an image for every prompt, then FID against real images and CLIP score against the prompts, as JSON.
-# Everything is set by environment variables (README.md lists them); the same call again does only what is missing.
+# From prompts to scores: generate an image for every prompt, then compute FID against real images and the CLIP score
+# against the prompts, as JSON. All settings are environment variables (see README.md). Run it again to do only what is
+# missing.
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -17,10 +18,10 @@ refuse() {
     exit 2
 }
 
-# Everything that is missing is said before the first image is drawn.
+# Check all inputs before the first image is generated.
 [ -n "${MODEL_PATH:-}" ] || refuse "MODEL_PATH is not set" "a diffusers pipeline or a Halation model" "export MODEL_PATH=/path/to/your/model"
 if [ ! -e "$PROMPTS_CSV" ]; then
-    [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO's captions to make one of" \
+    [ -n "${COCO_CAPTIONS:-}" ] || refuse "there is no $PROMPTS_CSV" "a prompt list, or COCO captions" \
         "export PROMPTS_CSV=FILE, or COCO_CAPTIONS=/path/to/captions_val2017.json"
     "$python" "$here/make_prompts.py" "$COCO_CAPTIONS" "$PROMPTS_CSV"
 fi

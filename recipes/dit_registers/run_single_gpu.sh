@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on one GPU: the first visible one (CUDA_VISIBLE_DEVICES picks), or the CPU. Takes the flags of train.py, from any folder.
+# Train on one GPU, the first of CUDA_VISIBLE_DEVICES, or on the CPU. Takes the flags of train.py, from any folder.
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"

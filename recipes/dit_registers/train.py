@@ -1,4 +1,7 @@
-"""Train a DiT with register tokens: `halation train` with the defaults of this recipe, under torchrun or by itself."""
+"""Trains a DiT with register tokens: `halation train` with the defaults of this recipe.
+
+It works with and without torchrun.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from halation import cli
 
 
 def installed(package: str) -> bool:
-    """A package, and not a mere folder of that name, such as the `wandb/` that wandb writes its runs to."""
+    """Return True for a package, but not for a mere folder such as the `wandb/` of wandb runs."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

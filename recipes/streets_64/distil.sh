@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distils streets-64 into streets-64-fast, which draws in 4 steps: about 25 minutes on one CPU core. The same command again goes on.
+# Distils streets-64 into the 4-step model streets-64-fast: about 25 minutes on one CPU core. Run it again to resume.
 set -euo pipefail
 output_dir="${OUTPUT_DIR:-runs/streets-64-fast}"
 mkdir -p "$output_dir"

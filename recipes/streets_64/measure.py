@@ -1,7 +1,8 @@
-"""The figures of a model card: FD-streets, KID-streets and prompt agreement, with real and with blurred scenes beside the model's.
+"""Computes the scores of a model card: FD-streets, KID-streets and prompt agreement.
 
-Every side has the captions of the same validation scenes, and is compared with other validation scenes: the first ones, which
-`--reference streets` stands for. What was drawn or scored already is not drawn or scored again.
+The model is scored beside real and blurred scenes. Every side uses the captions of the same validation scenes and is
+compared with other validation scenes: the first ones, which `--reference streets` uses. Existing images and scores are
+reused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from halation.data.streets import caption, draw, scene
 
 NUM_REFERENCE = 5000
 BLUR = 2.0
-"""Radius of the Gaussian blur that a good model is far better than."""
+"""Radius of the Gaussian blur; a good model scores far better than blurred scenes."""
 METRICS = ("fd", "kid", "agreement")
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", default="streets-64")
     parser.add_argument("--num_samples", type=int, default=NUM_REFERENCE)
-    parser.add_argument("--num_inference_steps", type=int, default=None, help="by default what the model is drawn with")
+    parser.add_argument("--num_inference_steps", type=int, default=None, help="default: the steps of the model")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--nproc", type=int, default=0)
     parser.add_argument("--size", type=int, default=64)
@@ -64,7 +65,7 @@ def image_id(index: int) -> str:
 
 
 def held_out(num: int) -> range:
-    """The scenes that are drawn: those behind the reference's own."""
+    """Return the indices of the scenes after those of the reference."""
     return range(NUM_REFERENCE, NUM_REFERENCE + num)
 
 
@@ -90,7 +91,7 @@ def write_scenes(folder: Path, num: int, size: int, radius: float) -> Path:
 
 
 def scored(generated: Path, prompts: Path, nproc: int) -> dict[str, Any]:
-    """The report's numbers, with how far they may be off where that is known."""
+    """Return the metrics of the report, with their uncertainties if known."""
     report = halation.evaluate(
         generated=str(generated),
         prompts=str(prompts),

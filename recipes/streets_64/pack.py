@@ -1,4 +1,4 @@
-"""From an export of a run to a folder as it comes with the package: weights in bfloat16, drawn on any machine as its card says."""
+"""Converts an export of a run to a bundled model: bfloat16 weights, portable settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_BYTES = 16 * 2**20
 
 
 def pack(export: Path, folder: Path, steps: int) -> None:
-    """`steps` is how many the model is drawn in where nobody says otherwise."""
+    """Write the bundled model; `steps` is its default number of sampling steps."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(export / "model.safetensors")
     save_file({name: value.to(torch.bfloat16) for name, value in tensors.items()}, folder / "model.safetensors")
@@ -23,7 +23,7 @@ def pack(export: Path, folder: Path, steps: int) -> None:
     (folder / "config.json").write_text(json.dumps(description, indent=1) + "\n")
     size = (folder / "model.safetensors").stat().st_size
     if size > MOST_BYTES:
-        raise SystemExit(f"{folder / 'model.safetensors'} has {size} bytes, and a package takes {MOST_BYTES} at most")
+        raise SystemExit(f"{folder / 'model.safetensors'} has {size} bytes, more than the limit of {MOST_BYTES}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains the network of the `streets` extractor on the embedded street scenes and says how well it sees validation ones."""
+"""Trains the network of the `streets` extractor and measures it on validation scenes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 SIZES = (32, 48, 64, 96, 128)
 WEIGHT_OF_HEAD = {"place": 1.0, "time": 1.0, "weather": 1.0, "cars": 2.0}
 NUM_HINTS = len(CAR_COLOURS) + 6
-"""What else is known of an image: cars of each colour, trees, houses, signs, pedestrians, traffic lights, and its size."""
+"""Other known attributes: cars of each colour, trees, houses, signs, pedestrians, traffic lights, and image size."""
 NUM_HARMS = 3
-"""Blur, noise and brightness, each 0 for an image that nothing was done to."""
+"""Blur, noise and brightness, each 0 for an unchanged image."""
 
 
 def labels_of(attributes: Attributes) -> list[int]:
@@ -61,7 +61,7 @@ def hints_of(attributes: Attributes, size: int) -> list[float]:
 
 
 class Scenes:
-    """The training images, drawn once into a file, and what is known of them."""
+    """The training images, rendered once into a file, and their attributes."""
 
     def __init__(self, num: int, folder: str) -> None:
         shape = (num, INPUT_SIZE, INPUT_SIZE, 3)
@@ -79,7 +79,7 @@ class Scenes:
 
 
 def blurred(images: Tensor, sigma: Tensor) -> Tensor:
-    """By a Gaussian of each image's own width, given as a column."""
+    """Blur each image with a Gaussian of its own width; `sigma` is a column."""
     kernel = torch.exp(-0.5 * (torch.arange(-4, 5) / sigma) ** 2)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, dim=0)
     planes = images.permute(0, 3, 1, 2).reshape(1, -1, INPUT_SIZE, INPUT_SIZE)
@@ -89,7 +89,7 @@ def blurred(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def grain(num: int, dice: torch.Generator) -> Tensor:
-    """Noise in squares of 1, 2 or 4 pixels: models that draw in patches leave such traces."""
+    """Return noise in squares of 1, 2 or 4 pixels, like artifacts of models with patches."""
     coarse = (1, 1, 2, 4)[int(torch.randint(4, (), generator=dice))]
     side = INPUT_SIZE // coarse
     noise = torch.randn(num, side, side, 3, generator=dice)
@@ -97,10 +97,10 @@ def grain(num: int, dice: torch.Generator) -> Tensor:
 
 
 def harmed(images: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Part of the images blurred, noisy, brighter or darker, and how much of each was done.
+    """Blur, add noise, brighten or darken some of the images; return also the amounts.
 
-    Generated images are never as clean as drawn ones: attributes should be found in them all the same, while the
-    features, which are asked how much was done, should tell them apart.
+    Generated images are never as clean as rendered ones. Their attributes should still be recognized, while the
+    features, which are trained to predict the amounts, should differ.
     """
     num = len(images)
     amounts = torch.rand(num, NUM_HARMS, generator=dice) * (torch.rand(num, NUM_HARMS, generator=dice) < 0.4)
@@ -109,13 +109,16 @@ def harmed(images: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
     images = torch.where(blur > 0, blurred(images, 0.3 + 1.2 * amounts[:, :1]), images)
     light = light * torch.where(torch.rand(light.shape, generator=dice) < 0.5, -1.0, 1.0)
     images = images * (1.0 + 0.2 * light) + 20.0 * noise * grain(num, dice)
-    # The root asks for little harms to be told too.
+    # The square root gives small amounts more weight.
     told = torch.cat([amounts[:, :2].sqrt(), light[:, 0, 0]], dim=1)
     return images.clamp(0.0, 255.0), told
 
 
 def loss_of(outputs: dict[str, Tensor], labels: Tensor, guesses: Tensor, extras: Tensor) -> Tensor:
-    """Cross-entropy of the heads, and squares for the rest of the image, without which features know the labels alone."""
+    """Cross-entropy of the heads plus squared errors of the other attributes.
+
+    Without the latter, features would encode only the labels.
+    """
     squares = (guesses - extras).square().mean(0)
     loss = 0.05 * squares[:NUM_HINTS].sum() + squares[NUM_HINTS:].sum()
     for column, (head, weight) in enumerate(WEIGHT_OF_HEAD.items()):
@@ -127,7 +130,7 @@ def trained(scenes: Scenes, arguments: argparse.Namespace) -> StreetsNet:
     torch.manual_seed(arguments.seed)
     dice = torch.Generator().manual_seed(arguments.seed)
     net = StreetsNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # Only training needs it, so the file does not hold it.
+    # Only training needs it, so it is not saved.
     extra = nn.Linear(NUM_FEATURES, NUM_HINTS + NUM_HARMS)
     weights = [*net.parameters(), *extra.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=arguments.lr, weight_decay=0.02)
@@ -153,14 +156,14 @@ def trained(scenes: Scenes, arguments: argparse.Namespace) -> StreetsNet:
 
 
 def rounded(net: StreetsNet) -> None:
-    """To the numbers that the file can hold, so that what is measured is what is shipped."""
+    """Round weights to float16 as in the file, so that the shipped network is measured."""
     for weight in net.parameters():
         if weight.dim() > 1:
             weight.copy_(weight.half())
 
 
 def seen(net: StreetsNet, images: Iterable[Pixels]) -> dict[str, npt.NDArray[np.float32]]:
-    """What the network says of images of any size."""
+    """Run the network on images of any size."""
     prepared = (torch.from_numpy(resize_to_square(image, INPUT_SIZE, "clean")) for image in images)
     outputs = []
     while batch := list(islice(prepared, 100)):
@@ -169,7 +172,7 @@ def seen(net: StreetsNet, images: Iterable[Pixels]) -> dict[str, npt.NDArray[np.
 
 
 def examined(net: StreetsNet, arguments: argparse.Namespace) -> StreetsNetRecord:
-    """The shares of validation scenes that it is right about."""
+    """Measure the accuracy on validation scenes."""
     scenes = [scene("heldout", index) for index in range(arguments.num_validation)]
     labels = np.array([labels_of(attributes) for attributes in scenes])
     outputs = {size: seen(net, (draw(attributes, size) for attributes in scenes)) for size in SIZES}
@@ -201,7 +204,7 @@ def jpeg(image: Pixels, quality: int) -> Pixels:
 
 
 def spoiled(scenes: Sequence[Attributes]) -> Iterator[tuple[str, list[Pixels]]]:
-    """Sets of images of the scenes, each kind from good to bad."""
+    """Yield sets of images of the scenes with different kinds and degrees of degradation."""
     good = [draw(attributes, INPUT_SIZE) for attributes in scenes]
     yield "as they are", good
     for sigma in (0.5, 1.0, 2.0, 3.0):
@@ -226,7 +229,10 @@ def spoiled(scenes: Sequence[Attributes]) -> Iterator[tuple[str, list[Pixels]]]:
 
 
 def print_distances(net: StreetsNet, num: int) -> None:
-    """How far spoiled images are from good ones of other scenes: little for little harm, and more for more."""
+    """Print the distances of degraded images to clean images of other scenes.
+
+    They should increase with the degradation.
+    """
     good = seen(net, (draw(scene("heldout", index), INPUT_SIZE) for index in range(num)))
     reference = moments(good["features"])
     for name, images in spoiled([scene("heldout", num + index) for index in range(num)]):
@@ -245,14 +251,14 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("streets_net.safetensors"), help="file to write")
     parser.add_argument("--num_images", "--num_pictures", type=int, default=16_000, help="scenes to train on")
     parser.add_argument(
-        "--num_validation", "--num_heldout", type=int, default=2_000, help="validation scenes to examine it with"
+        "--num_validation", "--num_heldout", type=int, default=2_000, help="validation scenes to measure it on"
     )
     parser.add_argument("--num_steps", type=int, default=1_300)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; another number gives other last bits")
-    parser.add_argument("--bf16", action="store_true", help="train in bfloat16, on a CPU that is faster so")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; the number affects rounding")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16, if the CPU is faster with it")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
-"""Samples of one epoch from all ranks, for a training loop of one's own: a student and its teacher's parts in, images and prompts out.
+"""Samples of one epoch on all ranks, for your own training loop with a Wan student.
 
-A thin call of Halation's drawing. `halation distill` and `train_distillation.py` need none of it.
+A thin wrapper around Halation's sampling. `halation distill` and `train_distillation.py` do not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import RankNaming, SampleFolder, SampleRow, publish_index
 
-load.filter_library_warnings()  # before the pipeline is imported, which is when some of it is said
+load.filter_library_warnings()  # before the import of the pipeline, which logs some of them
 from diffusers import WanPipeline  # noqa: E402
 
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
@@ -49,12 +49,13 @@ def draw(
     rank: int,
     world_size: int,
 ) -> list[SampleRow]:
-    """Draw `epoch_0001_rank_0_sample_00.png` and so on, each rank its contiguous share; the same rows on every rank.
+    """Sample `epoch_0001_rank_0_sample_00.png` and so on; return the same rows on every rank.
 
-    `student` is a Wan transformer, bare or wrapped; of `teacher`, a Wan pipeline, tokenizer and scheduler are used. Texts are read
-    and latents decoded on `teacher_device` in `teacher_dtype`, whatever device the student is on. `settings` is a mapping or a
-    namespace in which image_size, sample_steps, guidance_scale, sample_seed, same_seed and sample_batch_size may stand.
-    Where `projection` is given, text embeddings go through it before the student reads them. An error costs its images alone.
+    Each rank samples its contiguous share of the prompts. `student` is a Wan transformer, bare or wrapped. Of
+    `teacher`, a Wan pipeline, only the tokenizer and the scheduler are used. Texts are encoded and latents decoded on
+    `teacher_device` in `teacher_dtype`, independent of the student's device. `settings` is a mapping or a namespace
+    with optional image_size, sample_steps, guidance_scale, sample_seed, same_seed and sample_batch_size. `projection`
+    is applied to text embeddings before the student reads them. An error fails only its own images.
     """
     there = torch.device(teacher_device)
     with (
@@ -77,7 +78,7 @@ def draw(
 
 def _drawn(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: SampleFolder) -> list[SampleRow]:
     if world.is_rank_zero:
-        place.clear()  # images of the same epoch from other weights would pass for these
+        place.clear()  # remove images of the same epoch from other weights
     drawing = DenoiserSampler(
         world,
         denoiser,
@@ -96,7 +97,7 @@ def _drawn(world: World, denoiser: PipelineDenoiser, settings: SampleSettings, p
 
 
 class _Pipe(WanPipeline):
-    """The pipeline on the student's device, wherever its text encoder lies."""
+    """The pipeline on the student's device, independent of that of its text encoder."""
 
     drawing_on = torch.device("cpu")
 
@@ -107,7 +108,7 @@ class _Pipe(WanPipeline):
 
 @dataclass(frozen=True, kw_only=True)
 class _GivenEncoder:
-    """Texts read by the text encoder that was handed in, when they are asked for."""
+    """A text store that encodes on demand with the given text encoder."""
 
     pipe: Any
     family: Any

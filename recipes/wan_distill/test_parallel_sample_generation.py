@@ -1,6 +1,7 @@
-"""Samples from four ranks, tried out: real processes draw with a tiny Wan, and what they drew is checked and told line by line.
+"""Test of sampling on four ranks: real processes sample with a tiny Wan.
 
-`python test_parallel_sample_generation.py [FOLDER]`; without a folder the images are thrown away.
+The result of each check is printed on a line. `python test_parallel_sample_generation.py [FOLDER]`; without a folder
+the images are discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Check = tuple[bool, str]
 
 
 def draw(models: tuple[Any, Any], folder: Path, **place: int) -> list[dict[str, Any]]:
-    """One call of the function as a training loop makes it; without a place in a group it is one process."""
+    """Call the function as a training loop does; without rank and world_size, in one process."""
     import torch
     from train_distillation import generate_and_save_samples
 
@@ -42,7 +43,10 @@ def draw(models: tuple[Any, Any], folder: Path, **place: int) -> list[dict[str, 
 
 
 def rank_main(rank: int, size: int, folder: str, model: str) -> None:
-    """One rank: a student in DDP that is drawn twice, the second time with an error on rank 1; what was returned is left in a file."""
+    """Run one rank: sample with a student in DDP, then again with an error on rank 1.
+
+    The results are written to a file.
+    """
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size)})
     import torch
     import torch.distributed as dist
@@ -68,7 +72,7 @@ def rank_main(rank: int, size: int, folder: str, model: str) -> None:
 
 
 def opened(model: str) -> tuple[Any, Any]:
-    """The teacher's pipeline and a student, the same on every rank."""
+    """Load the teacher's pipeline and create a student, the same on every rank."""
     from halation.models.pipelines import load
 
     load.filter_library_warnings()
@@ -86,7 +90,7 @@ def opened(model: str) -> tuple[Any, Any]:
 
 
 def drawn(folder: Path, model: Path) -> tuple[list[int | None], list[dict[str, Any]]]:
-    """Exit codes of the ranks, and what each of them returned."""
+    """Run the ranks; return their exit codes and results."""
     context = multiprocessing.get_context("spawn")
     arguments = (NUM_RANKS, str(folder), str(model))
     processes = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(NUM_RANKS)]
@@ -104,7 +108,7 @@ def drawn(folder: Path, model: Path) -> tuple[list[int | None], list[dict[str, A
 
 
 def checks(folder: Path) -> Iterator[Check]:
-    """One after the other, so that what can be said is said before what is missing ends it."""
+    """Yield the checks one by one, so that those before an error are still printed."""
     import tiny_wan
     from train_distillation import generate_and_save_samples
 
@@ -112,28 +116,28 @@ def checks(folder: Path) -> Iterator[Check]:
     defaults = {name: parameters[name].default for name in ("rank", "world_size") if name in parameters}
     yield defaults == {"rank": 0, "world_size": 1}, f"generate_and_save_samples takes rank and world_size: {defaults}"
     shares = [len(work_division.rank_range(len(PROMPTS), NUM_RANKS, rank)) for rank in range(NUM_RANKS)]
-    yield shares == [2, 2, 2, 0], f"{len(PROMPTS)} prompts on {NUM_RANKS} ranks are shared out as {shares}"
+    yield shares == [2, 2, 2, 0], f"{len(PROMPTS)} prompts on {NUM_RANKS} ranks are divided as {shares}"
     model = folder / "tiny_wan"
     tiny_wan.ensure(model)
     codes, words = drawn(folder, model)
-    yield codes == [0] * NUM_RANKS, f"{NUM_RANKS} processes came to their end, the one without prompts too: {codes}"
+    yield codes == [0] * NUM_RANKS, f"{NUM_RANKS} processes exited, including the one without prompts: {codes}"
     rows = words[0]["rows"]
-    yield all(word["rows"] == rows for word in words), "every rank was told of all images"
+    yield all(word["rows"] == rows for word in words), "every rank returned the rows of all images"
     drew = sorted({row["rank"] for row in rows if row["state"] == "done"})
-    yield {0, 1, 2} <= set(drew), f"every rank that has prompts drew; ranks {drew} did"
-    yield all(word["untouched"] for word in words), "no rank's random state or mode was touched"
+    yield {0, 1, 2} <= set(drew), f"every rank with prompts sampled: ranks {drew}"
+    yield all(word["untouched"] for word in words), "the random state and mode of every rank are unchanged"
     refused = [word["refusal"] for word in words]
-    yield all(f"of {NUM_RANKS + 1}" in text for text in refused), "a world_size that is not the group's is refused"
+    yield all(f"of {NUM_RANKS + 1}" in text for text in refused), "a world_size other than the group's is rejected"
     yield from _files(folder / "four", rows)
     alone = draw(opened(str(model)), folder / "one")
     same = [
         np.array_equal(read_png(folder / "four" / row["file"])[0], read_png(folder / "one" / other["file"])[0])
         for row, other in zip(rows, alone, strict=True)
     ]
-    yield all(same), f"one process alone draws the same {len(same)} images, pixel for pixel"
+    yield all(same), f"one process alone samples the same {len(same)} images, pixel for pixel"
     states = words[0]["states"]
     good = states[2] == "failed" and states[:2] + states[4:] == ["done"] * 4
-    yield good, f"errors on rank 1 cost images of its share and nothing else: {states}"
+    yield good, f"errors on rank 1 fail only images of its share: {states}"
 
 
 def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
@@ -144,10 +148,10 @@ def _files(folder: Path, rows: list[dict[str, Any]]) -> Iterator[Check]:
         f"epoch_{EPOCH:04d}_grid.png",
         f"epoch_{EPOCH:04d}_samples.json",
     }
-    yield found == wanted, f"{len(wanted)} files, {stems[0]}.png to {stems[-1]}.txt, and nothing beside them"
-    yield [row["file"] for row in rows] == [f"{stem}.png" for stem in stems], "names follow the shares, whoever drew"
+    yield found == wanted, f"{len(wanted)} files, {stems[0]}.png to {stems[-1]}.txt, and no others"
+    yield [row["file"] for row in rows] == [f"{stem}.png" for stem in stems], "names follow the shares of the ranks"
     texts = [(folder / f"{stem}.txt").read_text(encoding="utf-8") for stem in stems]
-    yield texts == list(PROMPTS), "each has its own prompt beside it"
+    yield texts == list(PROMPTS), "each image has its prompt in a file beside it"
     images = [read_png(folder / f"{stem}.png")[0] for stem in stems]
     distinct = len({image.tobytes() for image in images if np.ptp(image)})
     shapes = {image.shape for image in images}
@@ -172,9 +176,9 @@ def main(words: list[str]) -> int:
         folder = Path(words[0]) if words else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            print(f"{folder} is not empty; name another folder, or none")
+            print(f"{folder} is not empty; give another folder, or none")
             return 2
-        print(f"{NUM_RANKS} processes draw {len(PROMPTS)} prompts with a tiny Wan", flush=True)
+        print(f"{NUM_RANKS} processes sample {len(PROMPTS)} prompts with a tiny Wan", flush=True)
         good = report(checks(folder))
     print("ALL CHECKS PASSED" if good else "SOME CHECKS FAILED")
     return 0 if good else 1

@@ -1,7 +1,7 @@
-"""A tiny Wan 2.2 pipeline made from config, so that the recipe runs without a download: two experts, UMT5 and a causal autoencoder,
-all with random weights from a fixed seed.
+"""A tiny Wan 2.2 pipeline built from config, so that the recipe needs no download.
 
-`python tiny_wan.py FOLDER` writes it; the recipe does so itself for `--teacher_path tiny`.
+It has two experts, UMT5 and a causal autoencoder, all with random weights from a fixed seed. `python tiny_wan.py
+FOLDER` writes it; the recipe does so itself for `--teacher_path tiny`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ SEED = 22
 
 
 def ensure(folder: Path) -> bool:
-    """Write the pipeline where there is none yet, whole or not at all, also with several processes at it; whether it was missing."""
+    """Write the pipeline if it is missing, and return True if it was.
+
+    The write is atomic, also with several processes.
+    """
     if (folder / "model_index.json").is_file():
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}_", dir=folder.parent) as scratch:
         write(Path(scratch) / "whole")
-        # A folder without an index is half of one; another process may be quicker, which is as good.
+        # A folder without an index is incomplete. Another process may have been faster, which is fine.
         if folder.exists() and not (folder / "model_index.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -53,7 +56,10 @@ def write(folder: Path) -> None:
 
 
 def pipeline() -> Any:
-    """A `WanPipeline` with two experts that meet at 0.875 of the noise, as in Wan 2.2; sides that 16 divides."""
+    """Build a `WanPipeline` with two experts and boundary 0.875, as in Wan 2.2.
+
+    Image sides must be multiples of 16.
+    """
     import diffusers
 
     words = tokenizer()
@@ -71,7 +77,7 @@ def pipeline() -> Any:
 
 
 def tokenizer() -> Any:
-    """It knows the words of the recipe's prompts, and spells others."""
+    """Build a tokenizer with the words of the recipe's prompts; others are spelled in letters."""
     import transformers
 
     known = sorted({*re.findall(r"[A-Za-z]+", PROMPTS.read_text(encoding="utf-8")), *MORE_WORDS})
@@ -95,13 +101,16 @@ def _text_encoder(num_words: int) -> Any:
         feed_forward_proj="gated-gelu",
     )
     model: Any = UMT5EncoderModel(config)
-    with torch.no_grad():  # a prompt has a few words among 512 places; they must be louder than what fills the rest
+    with torch.no_grad():  # a prompt has a few words in 512 positions; they must be stronger than the padding
         model.encoder.final_layer_norm.weight.mul_(20.0)
     return model
 
 
 def _autoencoder() -> Any:
-    """Random colours in soft shapes: its decoder mixes channels at random and smooths between places."""
+    """Build an autoencoder that decodes to random colours in soft shapes.
+
+    Its decoder mixes channels at random and smooths between positions.
+    """
     import torch
     from diffusers import AutoencoderKLWan
 
@@ -130,7 +139,10 @@ def _autoencoder() -> Any:
 
 
 def _expert() -> Any:
-    """What it answers is about the state itself, bent by the prompt and by what is around: a way on which noise turns into something else."""
+    """Build an expert that predicts about its input, modified by prompt and surroundings.
+
+    Its trajectories therefore turn noise into structured images.
+    """
     import torch
     from diffusers import WanTransformer3DModel
 
@@ -170,4 +182,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: tiny_wan.py FOLDER")
     made = ensure(Path(sys.argv[1]))
-    print(f"{sys.argv[1]}: {'a tiny Wan, made now' if made else 'was there already'}")
+    print(f"{sys.argv[1]}: {'created a tiny Wan' if made else 'already exists'}")

@@ -1,4 +1,7 @@
-"""Distil a video teacher into an image student: `halation distill` with the flags and defaults of this recipe, under torchrun or by itself."""
+"""Distils a video teacher into an image student.
+
+This is `halation distill` with the flags and defaults of this recipe, with or without torchrun.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ PRECISIONS = {
     "--teacher_dtype": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"},
 }
 HELP = """flags of this recipe, besides those of `halation distill`:
-  --save_samples            draw samples at the ends of epochs (--sample); without it none are drawn
-  --sample_dir DIR          folder of the samples, empty or this run's own; by default OUTPUT_DIR/samples
-  --num_steps INT           optimizer steps in all (--n_steps), instead of --num_epochs
+  --save_samples            sample at the end of epochs (--sample); off by default
+  --sample_dir DIR          folder of the samples, empty or of this run; by default OUTPUT_DIR/samples
+  --num_steps INT           total optimizer steps (--n_steps), instead of --num_epochs
   --mixed_precision no|fp16|bf16    precision of the student (--dtype)
-  --gradient_checkpointing  keep no activations inside blocks (--gradient_checkpointing)
-  --distributed             accepted; ranks of torchrun or srun are joined with it and without it
-  --teacher_path tiny       a tiny Wan with two experts, made beside OUTPUT_DIR
+  --gradient_checkpointing  recompute activations inside blocks (--gradient_checkpointing)
+  --distributed             accepted; ranks of torchrun or srun are joined with and without it
+  --teacher_path tiny       a tiny Wan with two experts, created beside OUTPUT_DIR
 """
 
 
@@ -66,7 +69,7 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
         defaults = DEFAULTS | by_machine() | by_flags(words)
         asked = cli.parse(
             "distill", words, defaults=defaults, prog=prog
-        )  # read twice: one flag decides the default of another
+        )  # parsed twice: some flags decide the defaults of others
         words = [*words, "--student_config", found(asked.student_config), "--data_path", found(asked.data_path)]
         if asked.teacher_path == TINY:
             defaults |= FOR_TINY
@@ -79,12 +82,12 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
     if distributed and not launcher.is_launched() and asked.nproc <= 1:
         print(f"{prog}: --distributed without torchrun or srun: one process; --nproc N starts N", file=sys.stderr)
     if asked.sample_prompts and not asked.sample:
-        print(f"{prog}: --sample_prompts without --save_samples: no samples will be drawn", file=sys.stderr)
+        print(f"{prog}: --sample_prompts without --save_samples: there will be no samples", file=sys.stderr)
     return cli.run("distill", words, defaults=defaults, prog=prog)
 
 
 def translated(words: Sequence[str]) -> tuple[list[str], str, bool]:
-    """The words as `halation distill` knows them, the folder for samples, and whether --distributed was among them."""
+    """Return the arguments for `halation distill`, the sample folder, and --distributed."""
     result: list[str] = []
     sample_dir, distributed, flag = "", False, ""
     for word in words:
@@ -106,35 +109,35 @@ def translated(words: Sequence[str]) -> tuple[list[str], str, bool]:
 
 
 def precision(flag: str, value: str) -> str:
-    """The name that `halation distill` has for a precision; other words stay as they are."""
+    """Translate a precision to its name in `halation distill`; other values are unchanged."""
     known = PRECISIONS.get(flag)
     if flag == "--mixed_precision" and known is not None and value not in known:
-        raise InputError(f"--mixed_precision {value}", "no, fp16 or bf16", "take one of them")
+        raise InputError(f"--mixed_precision {value}", "no, fp16 or bf16", "use one of them")
     return known.get(value, value) if known else value
 
 
 def by_machine() -> dict[str, Any]:
-    """Without a launcher it is one process, whatever the machine has."""
+    """Return the defaults of the machine; without a launcher, one process."""
     return {"nproc": 0 if launcher.is_launched() else 1, "dtype": "bf16" if launcher.num_gpus() else "fp32"}
 
 
 def by_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Steps or epochs: who counts the one does not mean the default of the other."""
+    """Disable the default number of epochs if steps are given; reject both flags together."""
     if "--n_steps" not in words:
         return {}
     if "--num_epochs" in words:
-        raise InputError("--num_steps with --num_epochs", "one of them: each says when it ends", "leave one out")
+        raise InputError("--num_steps with --num_epochs", "one of them: each sets the length", "leave one out")
     return {"num_epochs": 0}
 
 
 def found(path: str) -> str:
-    """A file of this recipe by its name there, also where the command is started elsewhere."""
+    """Resolve a file name relative to the recipe if it does not exist in the current folder."""
     beside = RECIPE / path
     return str(beside) if path and not Path(path).exists() and beside.exists() else path
 
 
 def tiny(folder: Path) -> Path:
-    """The tiny teacher, made by the first process of a machine while the others wait for it."""
+    """Return the tiny teacher; the first process of a machine creates it, the others wait."""
     import tiny_wan
 
     deadline = time.monotonic() + PATIENCE_S
@@ -147,14 +150,17 @@ def tiny(folder: Path) -> Path:
 
 
 def link(output_dir: Path, sample_dir: Path) -> None:
-    """Let the samples of a run lie elsewhere; never among files of others, because those of later steps are removed when a run resumes."""
+    """Link the samples of a run to another folder.
+
+    The folder must be empty, because samples of later steps are removed when a run resumes.
+    """
     samples = output_dir / "samples"
     if samples.resolve() == sample_dir.resolve():
         return
     if samples.exists() or (sample_dir.exists() and (not sample_dir.is_dir() or any(sample_dir.iterdir()))):
         taken = samples if samples.exists() else sample_dir
         raise InputError(
-            f"--sample_dir {sample_dir}, but {taken} holds something already",
+            f"--sample_dir {sample_dir}, but {taken} is already in use",
             "an empty folder, for a run that has no samples yet",
             "choose another folder, or leave --sample_dir out",
         )
@@ -166,7 +172,7 @@ def link(output_dir: Path, sample_dir: Path) -> None:
         pass
     except OSError as error:
         raise InputError(
-            f"--sample_dir {sample_dir}: {error.strerror}", "a folder that can be written", "choose another"
+            f"--sample_dir {sample_dir}: {error.strerror}", "a writable folder", "choose another"
         ) from error
 
 
@@ -186,7 +192,7 @@ def generate_and_save_samples(
     rank: int = 0,
     world_size: int = 1,
 ) -> list[dict[str, Any]]:
-    """Draw the samples of an epoch in a training loop of one's own, every rank its share; see `epoch_samples.draw`."""
+    """Sample an epoch in your own training loop on all ranks; see `epoch_samples.draw`."""
     import epoch_samples
 
     return epoch_samples.draw(

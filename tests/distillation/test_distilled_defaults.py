@@ -67,8 +67,8 @@ def test_the_steps_of_a_student_are_the_default_of_generating_scoring_and_sampli
     assert subject.guidance_scale == 1.0
     assert list(subject.warnings(4, 1.0, ())) == list(subject.warnings(None, None, ())) == []
     steps, guidance = subject.warnings(9, 3.0, ())
-    assert "--num_inference_steps: 9 steps, but the model was distilled (trajectory) to draw in 4" in steps
-    assert "--guidance_scale 3, but the model was distilled to be drawn with 1" in guidance
+    assert "--num_inference_steps: 9 steps, but the model was distilled (trajectory) for 4" in steps
+    assert "--guidance_scale 3, but the model was distilled for 1" in guidance
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     for asked, steps in ((None, 4), (9, 9)):
         scored = EvaluateConfig(
@@ -123,9 +123,9 @@ def test_a_distilled_run_its_samples_and_its_export_draw_the_same_without_being_
     np.testing.assert_array_equal(np.stack(again), np.stack(samples))
     capfd.readouterr()
     halation.sample(checkpoint=run, output_dir=tmp_path / "more", sample_steps=3, progress="none")
-    assert "3 steps, but the model was distilled (trajectory) to draw in 2" in capfd.readouterr().err
+    assert "3 steps, but the model was distilled (trajectory) for 2" in capfd.readouterr().err
     other = {**given, "num_inference_steps": 3}
     assert (
         halation.generate(prompts_csv=prompts, model_path=run / "export", output_dir=tmp_path / "other", **other) == 0
     )
-    assert "distilled (trajectory) to draw in 2" in (tmp_path / "other/logs/generate.log").read_text()
+    assert "distilled (trajectory) for 2" in (tmp_path / "other/logs/generate.log").read_text()

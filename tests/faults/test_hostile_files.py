@@ -453,7 +453,7 @@ def test_a_folder_of_pickles_is_refused_by_their_names(tmp_path: Path) -> None:
         (folder / name).write_bytes(pickle.dumps({}))
     (folder / "config.json").write_text("{}")
     words = generate(one_prompt(tmp_path), tmp_path, model_path=folder)
-    refused(words, tmp_path, "last.ckpt, model.pth, pytorch_model.bin", "convert them to safetensors")
+    refused(words, tmp_path, "last.ckpt, model.pth, pytorch_model.bin", "convert it to safetensors")
 
 
 def test_a_record_of_a_run_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:

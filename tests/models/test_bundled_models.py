@@ -179,7 +179,7 @@ def test_with_a_separator_it_is_a_path_for_every_job(path: str) -> None:
             ask()
     Path("streets-64").mkdir()
     for ask in asked:
-        with pytest.raises(InputError, match=r"no whole checkpoint in .*streets-64"):
+        with pytest.raises(InputError, match=r"no complete checkpoint in .*streets-64"):
             ask()
 
 
@@ -238,7 +238,7 @@ def test_distill_with_two_teachers_is_refused() -> None:
 
 
 def test_to_fine_tune_it_the_other_flag_is_named() -> None:
-    with pytest.raises(InputError, match=r"(?s)streets-64 is no diffusers pipeline.*--model streets-64"):
+    with pytest.raises(InputError, match=r"(?s)streets-64 is not a diffusers pipeline.*--model streets-64"):
         resolve_pipeline_folder("streets-64")
     assert train.resolve_config(TrainConfig(model="streets-64")).model == "streets-64"
 

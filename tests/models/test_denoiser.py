@@ -199,7 +199,7 @@ def test_bad_input_fails_in_prepare(make_denoiser: Make, denoiser: DiTDenoiser) 
         denoiser.prepare(batch(changed(seed=-1)), "cpu")
     with pytest.raises(ValueError, match="one shape"):
         denoiser.prepare(batch(BASE, changed(steps=5)), "cpu")
-    with pytest.raises(InputError, match="knows classes"):
+    with pytest.raises(InputError, match="class-conditional"):
         make_denoiser(classes=True).prepare(batch(changed(prompt="zebra")), "cpu")
 
 

@@ -62,13 +62,13 @@ def test_a_loaded_space_is_used_instead_of_the_described_one(denoiser: DiTDenois
     [
         ({"family": "unet"}, "family 'unet'"),
         ({"version": 2}, "version 2"),
-        ({"config": {}}, "does not hold together"),
+        ({"config": {}}, "an invalid model description"),
         ({"config": {"depth": "os.system"}}, "depth = 'os.system'"),
         ({"config": {"auto_map": 1}}, "auto_map"),
         ({"tokenizer": None}, "tokenizer"),
         ({"tokenizer": {"kind": "pickle"}}, "'pickle'"),
         ({"space": {"kind": "latents", "path": "nowhere"}}, "no autoencoder in nowhere"),
-        ({"space": 3}, "does not hold together"),
+        ({"space": 3}, "an invalid model description"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(
@@ -87,7 +87,7 @@ def test_folders_that_are_no_export_are_refused_with_a_reason(denoiser: DiTDenoi
     (folder / "model.pth").write_bytes(b"\x80\x04.")
     with pytest.raises(InputError, match="safetensors"):
         load_export(folder, "model.pth")
-    for text, message in (("{", "is not JSON"), ("[]", "describes no model"), ("[" * 100_000, "is not JSON")):
+    for text, message in (("{", "is not JSON"), ("[]", "does not describe a model"), ("[" * 100_000, "is not JSON")):
         (folder / "config.json").write_text(text)
         with pytest.raises(InputError, match=message):
             load_export(folder)

@@ -79,7 +79,7 @@ def test_a_run_given_as_a_pipeline_is_answered_with_its_export(tmp_path: Path, i
     for flag in ("model_path", "model"):
         with pytest.raises(InputError, match="fine-tuned a pipeline") as caught:
             train.resolve_config(TrainConfig(**{flag: str(tmp_path / "run" / inside)}))
-        assert f"--model_path {tmp_path / 'run/export'}, which is there once" in caught.value.action
+        assert f"--model_path {tmp_path / 'run/export'}, which is written when" in caught.value.action
     written(tmp_path / "run/export/model_index.json", {})
     with pytest.raises(InputError) as caught:
         resolve_pipeline_folder(str(tmp_path / "run" / inside))
@@ -105,7 +105,7 @@ def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_s
     ):
         with pytest.raises(InputError, match="was fine-tuned from") as caught:
             ask()
-        assert f"fine-tuned from {tmp_path / 'base'}, which is not there" in caught.value.found
+        assert f"fine-tuned from {tmp_path / 'base'}, which no longer exists" in caught.value.found
         assert "export" not in caught.value.action
     written(tmp_path / "run/export/model_index.json", {})
     with pytest.raises(InputError) as caught:
@@ -193,7 +193,7 @@ def test_a_student_of_absurd_steps_is_refused(tmp_path: Path, steps: object) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "found"), [(b"\xff\xfe", "holds no text"), (b"step_0000002\n" * 1000, "the limit is 4096 bytes")]
+    ("content", "found"), [(b"\xff\xfe", "is not text"), (b"step_0000002\n" * 1000, "the limit is 4096 bytes")]
 )
 def test_a_name_of_the_latest_checkpoint_that_is_none_is_refused(
     tmp_path: Path, content: bytes, found: str, capsys: pytest.CaptureFixture[str]

@@ -233,7 +233,7 @@ def test_what_the_first_rank_alone_meets_costs_no_other_rank_its_time(ranks: Ran
 
 def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(2, jobs.drawn_by_wrapper, str(tmp_path / "run"))
-    assert all(state == "failed" and "call model.module inside of draw" in reason for state, reason in told[0])
+    assert all(state == "failed" and "call model.module inside draw" in reason for state, reason in told[0])
     assert len(told[0]) == 5
 
 
@@ -250,5 +250,5 @@ def test_calls_leave_no_keys_in_the_trainers_store_and_make_one_group(ranks: Ran
 
 
 def test_ranks_that_are_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="rank 1 samples step 1 where rank 0 samples step 0"):
+    with pytest.raises(RanksFailed, match="rank 1 samples step 1, but rank 0 samples step 0"):
         ranks.run(2, jobs.disagreeing, str(tmp_path / "run"))

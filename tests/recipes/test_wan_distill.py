@@ -103,15 +103,15 @@ def test_samples_may_lie_elsewhere_but_never_among_files_of_others(tmp_path: Pat
     run, there, taken = tmp_path / "run", tmp_path / "there", tmp_path / "taken"
     taken.mkdir()
     (taken / "mine.png").touch()
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="is already in use"):
         recipe.link(run, taken)
     recipe.link(run, there)
     (run / "samples" / "epoch_0001_grid.png").touch()
     assert [path.name for path in there.iterdir()] == ["epoch_0001_grid.png"]
     recipe.link(run, there)
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="is already in use"):
         recipe.link(tmp_path / "other_run", there)
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="is already in use"):
         recipe.link(run, tmp_path / "elsewhere")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="Not a directory"):

@@ -394,7 +394,7 @@ def test_a_image_that_is_not_finite_is_said_so() -> None:
         ({"every": 0}, "every=0"),
         ({"seed": -1}, "seed=-1"),
         ({"prompts": [1]}, "a prompt of the type int"),
-        ({"prompts": ["caf\udce9"]}, "text that UTF-8 can hold"),
+        ({"prompts": ["caf\udce9"]}, "text that can be encoded as UTF-8"),
         ({"settings": {"style": "caf\udce9"}}, "settings that are not JSON"),
         ({"settings": {"model": object}}, "settings that are not JSON"),
     ],

@@ -1,1 +1,1 @@
-"""HunyuanDiT on driving scenes: the parts of this recipe."""
+"""Modules of the recipe: HunyuanDiT on driving scenes."""

@@ -1,4 +1,7 @@
-"""The quick sampling test: four ranks train for two steps, draw at the checkpoint, and what they drew is checked and told line by line."""
+"""Quick sampling test: four ranks train for two steps and sample at the checkpoint.
+
+The result of each check is printed on a line.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ Check = tuple[bool, str]
 
 
 def ranks() -> tuple[int, list[str]]:
-    """How many ranks, and the flags for them. The tiny model lets ranks share a GPU; a real one gets as many ranks as there are GPUs."""
+    """Return the number of ranks and their flags.
+
+    With the tiny model, ranks may share a GPU; a real model gets at most one rank per GPU.
+    """
     gpus = launcher.num_gpus()
     num = min(NUM_RANKS, gpus) if gpus and os.environ.get("MODEL_PATH") else NUM_RANKS
     return num, ["--nproc", str(num), *(["--oversubscribe"] if 0 < gpus < num else [])]
@@ -44,29 +50,29 @@ def draw_alone(run: Path, folder: Path, prompts: Sequence[str]) -> int:
 
 
 def checks(run: Path, alone: Path, num: int) -> Iterator[Check]:
-    """One after the other, so that what can be said is said before what is missing ends it."""
+    """Yield the checks one by one, so that those before an error are still printed."""
     samples = run / "samples" / f"step_{NUM_STEPS:07d}"
     prompts = DRIVING_PROMPTS[:num]
     rows = json.loads((samples / "samples.json").read_text(encoding="utf-8"))["samples"]
     failed = [f"GPU {row['rank']}: {row['reason']}" for row in rows if row["state"] != "done"]
-    yield not failed, f"no rank failed to draw{': ' if failed else ''}{'; '.join(failed)}"
+    yield not failed, f"no rank failed to sample{': ' if failed else ''}{'; '.join(failed)}"
     drew = {row["rank"]: row["index"] for row in rows}
-    yield drew == {k: k for k in range(num)}, f"every rank drew its own prompt (rank: prompt) {drew}"
+    yield drew == {k: k for k in range(num)}, f"every rank sampled its own prompt (rank: prompt) {drew}"
     wanted = {f"gpu_{k}_{what}" for k in range(num) for what in ("sample.png", "prompt.txt")}
     found = {path.name for path in samples.glob("gpu_*")}
     yield found == wanted, f"{len(wanted)} files, gpu_0_sample.png to gpu_{num - 1}_prompt.txt, in {samples}"
     texts = [(samples / f"gpu_{k}_prompt.txt").read_text(encoding="utf-8") for k in range(num)]
-    yield texts == list(prompts), f"gpu_k_prompt.txt holds driving prompt k for k = 0 to {num - 1}"
+    yield texts == list(prompts), f"gpu_k_prompt.txt contains driving prompt k for k = 0 to {num - 1}"
     images = [read_png(samples / f"gpu_{k}_sample.png")[0] for k in range(num)]
     shapes = {image.shape for image in images}
     yield shapes == {(SIZE, SIZE, 3)}, f"images are {SIZE} x {SIZE}: {sorted(shapes)}"
     distinct = len({image.tobytes() for image in images if np.ptp(image)})
     yield distinct == num, f"{distinct} of {num} images differ from all others and have more than one colour"
     log = (run / "logs" / "train.log").read_text(encoding="utf-8")
-    yield "Generating samples" in log, f'"Generating samples" stands in {run / "logs" / "train.log"}'
+    yield "Generating samples" in log, f'"Generating samples" is in {run / "logs" / "train.log"}'
     again = [read_png(path)[0] for path in sorted(alone.glob("*.png")) if path.name != "grid.png"]
     same = len(again) == num and all(np.array_equal(*pair) for pair in zip(images, again, strict=True))
-    yield same, f"one rank alone draws the same {num} images from the checkpoint, pixel for pixel"
+    yield same, f"one rank alone samples the same {num} images from the checkpoint, pixel for pixel"
 
 
 def report(found: Iterator[Check]) -> bool:
@@ -83,19 +89,19 @@ def report(found: Iterator[Check]) -> bool:
 
 def main(more: Sequence[str]) -> int:
     num, flags = ranks()
-    print(f"{num} ranks train for {NUM_STEPS} steps and draw an image each", flush=True)
+    print(f"{num} ranks train for {NUM_STEPS} steps and sample one image each", flush=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
     alone = FOLDER / "alone"
     code = train(FOLDER, flags, more)
     if code:
-        print(f"FAIL the training ended with exit code {code}")
+        print(f"FAIL training exited with code {code}")
         return code
     code = draw_alone(FOLDER, alone, DRIVING_PROMPTS[:num])
     if code:
-        print(f"FAIL drawing with one rank ended with exit code {code}")
+        print(f"FAIL sampling with one rank exited with code {code}")
         return code
     good = report(checks(FOLDER, alone, num))
-    print(f"{'all is well' if good else 'something is wrong'}; the images are in {FOLDER}")
+    print(f"{'all checks passed' if good else 'some checks failed'}; the images are in {FOLDER}")
     return 0 if good else 1
 
 

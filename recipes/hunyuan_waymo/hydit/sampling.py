@@ -1,6 +1,6 @@
-"""Samples of one training step from all ranks, for a training loop of one's own: HunyuanDiT's modules in, images and prompts out.
+"""Samples of one training step on all ranks, for your own training loop with HunyuanDiT.
 
-A thin call of Halation's drawing. `halation train` and the scripts of this recipe need none of it.
+A thin wrapper around Halation's sampling. `halation train` and the scripts of this recipe do not need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, SampleRow, publish_index
 
-load.filter_library_warnings()  # before the pipeline is imported, which is when some of it is said
+load.filter_library_warnings()  # before the import of the pipeline, which logs some of them
 from diffusers import HunyuanDiTPipeline  # noqa: E402
 
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
@@ -49,10 +49,11 @@ def sample_images_multi_gpu(
     logger: logging.Logger,
     train_steps: int,
 ) -> list[SampleRow]:
-    """Draw the samples of a step, each rank its prompts, and return what became of each image, the same list on every rank.
+    """Sample the prompts of a step on all ranks; every rank returns one row per image.
 
-    Every rank calls it with its own modules: the transformer, bare or wrapped, its scheduler as `diffusion`, and the rest of the
-    pipeline. `args` is a namespace; what it lacks has a default. An image that fails costs that image alone.
+    Every rank calls it with its own modules: the transformer, bare or wrapped, its scheduler as `diffusion`, and the
+    rest of the pipeline. `args` is a namespace; missing attributes have defaults. A failed image does not affect
+    others.
     """
     with (
         external_world(rank, world_size, _device(model), TIMEOUT_S) as world,
@@ -88,7 +89,7 @@ def _draw(
     world: World, denoiser: PipelineDenoiser, settings: SampleSettings, place: SampleFolder, step: int
 ) -> list[SampleRow]:
     if world.is_rank_zero:
-        # Images of the same step from other weights would pass for these.
+        # Remove images of the same step from other weights.
         shutil.rmtree(place.folder, ignore_errors=True)
     sharded = is_sharded(denoiser.module)
     drawing = DenoiserSampler(world, denoiser, settings, sharded=sharded, timeout_s=TIMEOUT_S, stop=lambda: 0)
@@ -102,7 +103,7 @@ def _draw(
 
 @contextmanager
 def _unsaid(*beginnings: str) -> Iterator[None]:
-    """What the caller's own logger is told does not come from Halation's as well."""
+    """Suppress Halation's messages that are already sent to the caller's logger."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(beginnings)
@@ -116,7 +117,7 @@ def _unsaid(*beginnings: str) -> Iterator[None]:
 
 
 class _Pipe(HunyuanDiTPipeline):
-    """The pipeline on the transformer's device, wherever its text encoders lie."""
+    """The pipeline on the transformer's device, independent of that of its text encoders."""
 
     drawing_on = torch.device("cpu")
 
@@ -127,7 +128,7 @@ class _Pipe(HunyuanDiTPipeline):
 
 @dataclass(frozen=True, kw_only=True)
 class _GivenEncoders:
-    """Texts read by the text encoders that were handed in, when they are asked for."""
+    """A text store that encodes on demand with the given text encoders."""
 
     pipe: Any
     family: HunyuanFamily

@@ -1,10 +1,11 @@
-"""A small AutoencoderKL that nobody had to train: eight latents a patch of 8 x 8 pixels, fitted to street scenes in closed form.
+"""A small AutoencoderKL fitted to street scenes in closed form, without training.
 
-It is a linear autoencoder in the clothes of diffusers' one. Down: the eight main components of a patch, orthonormal. Up: three
-doublings, each the 3 x 3 convolution that comes nearest to the finer image in least squares. Images come back blurred, but
-they are streets. What is nonlinear is made harmless: the residual branches are zero; before the last convolution each value x
-stands there twice, as x and -x, because silu(x) - silu(-x) = x; and two channels of large constants keep the group norm from
-following the image.
+It has eight latents per patch of 8 x 8 pixels and is a linear autoencoder in the architecture of diffusers. The encoder
+computes the eight principal components of a patch, orthonormal. The decoder upsamples three times by 2, each time with
+the least-squares 3 x 3 convolution to the finer image. Decoded images are blurred but recognizable streets. The
+nonlinear parts are neutralized: residual branches are zero; before the last convolution each value x is present as x
+and -x, because silu(x) - silu(-x) = x; and two channels of large constants make the group norm independent of the
+image.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from halation.data.streets import draw, scene
 
 NUM_LATENTS = 8
 NUM_FEATURES = 24
-"""Components of a patch of 4 x 4 pixels that are kept on the way down and aimed at on the way up."""
+"""Components of a patch of 4 x 4 pixels, used in the encoder and as targets of the decoder."""
 FITTED_TO = 16
 SIZE = 256
 ANCHOR = 300.0
@@ -29,7 +30,7 @@ RIDGE = 1e-4
 
 
 def made() -> Any:
-    """The autoencoder, in float32; the same bits each time on one machine."""
+    """Build the autoencoder in float32; deterministic on one machine."""
     images = scenes(FITTED_TO, SIZE)
     quarter, quarter_mean = components(F.pixel_unshuffle(images, 4), NUM_FEATURES)
     features = projected(F.pixel_unshuffle(images, 4), quarter, quarter_mean)
@@ -43,18 +44,18 @@ def made() -> Any:
 
 
 def scenes(num: int, size: int) -> Tensor:
-    """The first training scenes, NCHW in [-1, 1]."""
+    """Return the first training scenes, NCHW in [-1, 1]."""
     pixels = [torch.from_numpy(draw(scene("train", index), size).copy()) for index in range(num)]
     return torch.stack(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def components(x: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The main directions of the channels, one a row, and the mean."""
+    """Return the principal directions of the channels, one per row, and the mean."""
     rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).double()
     mean = rows.mean(0)
     _, vectors = torch.linalg.eigh((rows - mean).T @ (rows - mean) / len(rows))
     vectors = vectors.flip(1)[:, :num].T
-    # A direction and its opposite are as good; the largest entry decides, not the library.
+    # The sign of a direction is arbitrary; fix it by the largest entry, independent of the library.
     signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
     return (vectors * signs).float(), mean.float()
 
@@ -64,7 +65,7 @@ def projected(x: Tensor, directions: Tensor, mean: Tensor) -> Tensor:
 
 
 def blank(*, scaling: float) -> Any:
-    """The architecture with every weight zero and every norm neutral."""
+    """Return the architecture with all convolutions zero and default norms."""
     vae: Any = AutoencoderKL(
         block_out_channels=(12, NUM_FEATURES, NUM_FEATURES, NUM_FEATURES),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -89,17 +90,17 @@ def blank(*, scaling: float) -> Any:
 def _set_encoder(encoder: Any, quarter: Tensor, quarter_mean: Tensor, eighth: Tensor, eighth_mean: Tensor) -> None:
     _pass_on(encoder.conv_in, 3)
     halving, second, third = (encoder.down_blocks[block].downsamplers[0].conv for block in range(3))
-    # A convolution of stride 2 whose third row and column of taps are zero sees each 2 x 2 square alone.
+    # A convolution of stride 2 whose third row and column of taps are zero reads each 2 x 2 square alone.
     halving.weight[:12, :3, :2, :2] = torch.eye(12).reshape(12, 3, 2, 2)
     _pass_on(encoder.down_blocks[1].resnets[0].conv_shortcut, 12)
-    # Channel and place in a 4 x 4 patch, as two unshufflings of 2 x 2 number them, inner one first.
+    # Order channels and positions of a 4 x 4 patch as two nested 2 x 2 unshuffles do, inner one first.
     nested = quarter.reshape(-1, 3, 2, 2, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 12, 2, 2)
     second.weight[:NUM_FEATURES, :12, :2, :2] = nested
     second.bias[:NUM_FEATURES] = -quarter @ quarter_mean
     third.weight[:, :, :2, :2] = _doubled(eighth.reshape(-1, NUM_FEATURES, 2, 2), third)
     third.bias.copy_(_anchored(-eighth @ eighth_mean, third))
     _read_out(encoder.conv_norm_out, encoder.conv_out, NUM_LATENTS)
-    encoder.conv_out.bias[NUM_LATENTS:] = -20.0  # log variance: a draw from the posterior is its mean
+    encoder.conv_out.bias[NUM_LATENTS:] = -20.0  # log variance: a sample of the posterior is its mean
 
 
 def _set_decoder(decoder: Any, latents: Tensor, targets: Sequence[Tensor]) -> None:
@@ -120,7 +121,7 @@ def _set_decoder(decoder: Any, latents: Tensor, targets: Sequence[Tensor]) -> No
 
 
 def nearest_doubling(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The 3 x 3 convolution of `x`, repeated to twice its size, that is nearest to `target`, and its bias."""
+    """Fit a 3 x 3 convolution from `x`, upsampled by 2, to `target`; return weight and bias."""
     num = x.shape[1] * 9 + 1
     gram = torch.zeros(num, num, dtype=torch.float64)
     moment = torch.zeros(num, target.shape[1], dtype=torch.float64)
@@ -129,21 +130,21 @@ def nearest_doubling(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         columns = torch.cat([columns, torch.ones(1, columns.shape[1])])
         gram += (columns @ columns.T).double()
         moment += (columns @ wanted.flatten(1).T).double()
-    # Repeated pixels say some things twice; without the ridge huge weights would cancel each other.
+    # Repeated pixels are linearly dependent; without the ridge, huge weights would cancel each other.
     gram += RIDGE * gram.diagonal().mean() * torch.eye(num, dtype=torch.float64)
     solution = torch.linalg.solve(gram, moment).T.float()
     return solution[:, :-1].reshape(target.shape[1], x.shape[1], 3, 3), solution[:, -1]
 
 
 def _pass_on(convolution: nn.Conv2d, num: int) -> None:
-    """The first channels as they are."""
+    """Make the convolution the identity on the first channels."""
     middle = convolution.kernel_size[0] // 2
     for channel in range(num):
         convolution.weight[channel, channel, middle, middle] = 1.0
 
 
 def _doubled(weight: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """Rows for x, then rows for -x, then none."""
+    """Return rows for x, then rows for -x, then zeros."""
     rest = torch.zeros(convolution.out_channels - 2 * len(weight), *weight.shape[1:])
     return torch.cat([weight, -weight, rest])
 
@@ -155,7 +156,7 @@ def _anchored(bias: Tensor, convolution: nn.Conv2d) -> Tensor:
 
 
 def _read_out(norm: nn.GroupNorm, convolution: nn.Conv2d, num: int) -> None:
-    """Undo the norm, whose deviation the two anchors decide, and take x - (-x) through the activation."""
+    """Undo the norm, whose deviation the two anchors set, and compute silu(x) - silu(-x)."""
     norm.weight.fill_(ANCHOR * (2.0 / norm.num_channels) ** 0.5)
     for channel in range(num):
         convolution.weight[channel, channel, 1, 1] = 1.0

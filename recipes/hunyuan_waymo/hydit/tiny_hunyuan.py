@@ -1,7 +1,7 @@
-"""A tiny HunyuanDiT pipeline made from config, so that the recipe runs without a download: random weights from a fixed seed,
-tokenizers that know the words of the street captions, and an autoencoder fitted to street scenes.
+"""A tiny HunyuanDiT pipeline built from config, so that the recipe needs no download.
 
-`python hydit/tiny_hunyuan.py FOLDER` writes it; the recipe does so itself where MODEL_PATH names no real model.
+It has random weights from a fixed seed, tokenizers with the words of the street captions, and an autoencoder fitted to
+street scenes. `python hydit/tiny_hunyuan.py FOLDER` writes it; the recipe does so itself if MODEL_PATH is not set.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ SEED = 7
 
 
 def ensure(folder: Path) -> bool:
-    """Write the pipeline where there is none yet, whole or not at all, also with several processes at it; whether it was missing."""
+    """Write the pipeline if it is missing, and return True if it was.
+
+    The write is atomic, also with several processes.
+    """
     if (folder / "model_index.json").is_file():
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}_", dir=folder.parent) as scratch:
         write(Path(scratch) / "whole")
-        # A folder without an index is half of one; another process may be quicker, which is as good.
+        # A folder without an index is incomplete. Another process may have been faster, which is fine.
         if folder.exists() and not (folder / "model_index.json").is_file():
             shutil.rmtree(folder)
         with contextlib.suppress(OSError):
@@ -51,7 +54,10 @@ def write(folder: Path) -> None:
 
 
 def pipeline() -> Any:
-    """A `HunyuanDiTPipeline` of 2.8 million trained parameters; for 256 x 256 pixels, though other sizes work too."""
+    """Build a `HunyuanDiTPipeline` of 2.8 million trained parameters for 256 x 256 pixels.
+
+    Other sizes work too.
+    """
     import diffusers
 
     from hydit import tiny_autoencoder
@@ -79,7 +85,7 @@ def pipeline() -> Any:
 
 
 def words() -> list[str]:
-    """The words of street captions and driving prompts, as they are written there."""
+    """Return the words of street captions and driving prompts, with their case."""
     from halation.data.streets import DRIVING_PROMPTS, caption, scene
 
     texts = [*DRIVING_PROMPTS, *(caption(scene("train", index)) for index in range(NUM_CAPTIONS))]
@@ -87,7 +93,7 @@ def words() -> list[str]:
 
 
 def bert_tokenizer(words: list[str]) -> Any:
-    """Whole words where it knows them, else their letters; other scripts are unknown to it."""
+    """Build a tokenizer of known words, else single letters; other scripts are unknown."""
     from transformers import BertTokenizer
 
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
@@ -158,8 +164,8 @@ def _transformer(num_latents: int) -> Any:
 
 
 def _begin_gently(model: Any) -> None:
-    """Weights from which it learns sooner than from the usual ones, which real training overcomes by its length."""
-    # Padding fills most of the 333 places of text: as loud as the words, it would drown them.
+    """Scale the initial weights for faster learning than with the default ones."""
+    # Most of the 333 text positions are padding; at full scale it would dominate the words.
     model.text_embedding_padding.mul_(0.05)
     model.proj_out.weight.mul_(0.1)
     for block in model.blocks:
@@ -167,7 +173,7 @@ def _begin_gently(model: Any) -> None:
             last.weight.mul_(0.2)
             last.bias.zero_()
         if block.skip_linear is not None:
-            # What comes from below passes; what comes across is learned.
+            # Pass the block's input through; the skip connection is learned.
             block.skip_linear.weight.mul_(0.1)
             block.skip_linear.weight.diagonal().add_(1.0)
             block.skip_linear.bias.zero_()
@@ -186,4 +192,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: tiny_hunyuan.py FOLDER")
     made = ensure(Path(sys.argv[1]))
-    print(f"{sys.argv[1]}: {'a tiny HunyuanDiT, made now' if made else 'was there already'}")
+    print(f"{sys.argv[1]}: {'created a tiny HunyuanDiT' if made else 'already exists'}")

@@ -1,4 +1,7 @@
-"""`halation train` with the defaults of this recipe and DeepSpeed as its engine; without DeepSpeed, the usual engine, and it says so."""
+"""`halation train` with the defaults of this recipe and the DeepSpeed engine.
+
+Without DeepSpeed it prints a message and uses the default engine.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ def engine() -> str:
     if importlib.util.find_spec("deepspeed") is not None:
         return "deepspeed"
     print(
-        f"{NAME}: deepspeed is not installed, so the ranks train with --engine auto (ddp); "
-        "`pip install deepspeed` brings ZeRO, --engine fsdp shards without it",
+        f"{NAME}: deepspeed is not installed: training with --engine auto (ddp); "
+        "run `pip install deepspeed` for ZeRO, or use --engine fsdp to shard without it",
         file=sys.stderr,
     )
     return "auto"

@@ -1,4 +1,7 @@
-"""`halation train` with the defaults of this recipe: HunyuanDiT, street scenes, eight driving prompts, an image from every GPU."""
+"""`halation train` with the defaults of this recipe.
+
+These are HunyuanDiT, street scenes, eight driving prompts and a sample from every GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from halation.training.config import TrainConfig
 TINY = "tiny_hunyuandit"
 NUM_CPU_RANKS = 2
 MAX_STREETS = 512
-"""Street scenes to train on, unless told otherwise: drawn and encoded in seconds on two cores."""
+"""Default number of street scenes to train on; they are rendered and encoded in seconds on two cores."""
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": Path("results/waymo_base"),
@@ -32,10 +35,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
-    """Train, and return the exit code; what the flags leave open follows from the machine, the environment and the other flags."""
+    """Train, and return the exit code.
+
+    Defaults of missing flags depend on the machine, the environment and the other flags.
+    """
     defaults = DEFAULTS | by_environment() | {"engine": engine}
     try:
-        # Read twice: what one flag says decides the default of another.
+        # Parsed twice: some flags decide the defaults of others.
         asked: TrainConfig = cli.parse("train", words, defaults=defaults, prog=prog)
         _refuse_lost_model(asked.model_path)
         defaults |= by_flags(asked)
@@ -45,12 +51,12 @@ def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
     if defaults["nproc"]:
-        print(f"{prog}: no GPU is visible; ranks on the CPU: {asked.nproc}", file=sys.stderr)
+        print(f"{prog}: no GPU found; ranks on the CPU: {asked.nproc}", file=sys.stderr)
     return cli.run("train", words, defaults=defaults, prog=prog)
 
 
 def by_environment() -> dict[str, Any]:
-    """MODEL_PATH and DATA, and what a machine with GPUs does differently."""
+    """Return the defaults from MODEL_PATH, DATA and the GPUs of the machine."""
     gpus = launcher.num_gpus()
     return {
         "model_path": os.environ.get("MODEL_PATH", ""),
@@ -61,18 +67,21 @@ def by_environment() -> dict[str, Any]:
 
 
 def _refuse_lost_model(model_path: str) -> None:
-    """A path in MODEL_PATH that leads nowhere; names on the hub have one slash and do not begin with it."""
+    """Reject a missing path in MODEL_PATH; names on the Hub do not start with a slash or dot."""
     is_path = model_path == os.environ.get("MODEL_PATH") and model_path.startswith(("/", "."))
     if is_path and not Path(model_path).is_dir():
         raise InputError(
             f"MODEL_PATH={model_path} is not a folder",
-            "a HunyuanDiT in diffusers layout, or its name on the hub",
+            "a HunyuanDiT in diffusers layout, or its name on the Hub",
             "correct MODEL_PATH, or unset it to train the tiny model",
         )
 
 
 def by_flags(asked: TrainConfig) -> dict[str, Any]:
-    """Defaults that hang on other settings. Ten kept checkpoints a run; a model that knows nothing yet learns in larger steps."""
+    """Return the defaults that depend on other settings.
+
+    A run keeps ten checkpoints, and an untrained model gets a larger learning rate.
+    """
     return {
         "lr": TrainConfig.lr if asked.model_path else 1e-3,
         "max_images": MAX_STREETS if asked.data == "streets" else 0,
@@ -83,9 +92,9 @@ def by_flags(asked: TrainConfig) -> dict[str, Any]:
 
 
 def tiny(folder: Path) -> Path:
-    """The tiny HunyuanDiT, made where it is missing."""
+    """Return the tiny HunyuanDiT; create it if it is missing."""
     if not (folder / "model_index.json").is_file():
-        print(f"MODEL_PATH names no model: making a tiny HunyuanDiT in {folder}", file=sys.stderr)
+        print(f"MODEL_PATH is not set: creating a tiny HunyuanDiT in {folder}", file=sys.stderr)
     from hydit import tiny_hunyuan
 
     try:
@@ -93,8 +102,8 @@ def tiny(folder: Path) -> Path:
     except OSError as error:
         raise InputError(
             f"cannot write to directory {folder.parent}: {error.strerror or error}",
-            "a folder with 15 MB of room that may be written",
-            "free space, check its rights (chmod 755), or choose another --output_dir",
+            "a writable folder with 15 MB of free space",
+            "free disk space, check permissions (chmod 755), or choose another --output_dir",
         ) from error
     return folder
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Draw an image from each of four ranks at a checkpoint of a short training, and check what came out. From any folder; below it,
-# results/test_sampling holds the images. Exit code 0 if all is well.
+# Sample one image on each of four ranks at a checkpoint of a short training, and check the result. Works from any
+# folder and writes the images to results/test_sampling below it. The exit code is 0 if all checks pass.
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"

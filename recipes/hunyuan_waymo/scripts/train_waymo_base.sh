@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Fine-tune HunyuanDiT on every visible GPU (2 CPU ranks where there is none), with an image from each at every checkpoint:
+# Fine-tune HunyuanDiT on every visible GPU (2 CPU ranks without a GPU), with a sample of each rank at every checkpoint:
 #   bash scripts/train_waymo_base.sh [STEPS] [flags of halation train]
-# MODEL_PATH is a HunyuanDiT in diffusers layout or its name on the hub, else a tiny one is made; DATA a folder or CSV of images
-# with captions, else street scenes. Works from any folder and writes below it. Again with more steps or other GPUs goes on.
+# MODEL_PATH is a HunyuanDiT in diffusers layout or its name on the Hub; by default a tiny one is created. DATA is a
+# folder or CSV of images with captions; by default street scenes. Works from any folder and writes below it. Run it
+# again with more steps or other GPUs to resume.
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -13,7 +14,7 @@ steps=()
 case "${1-}" in
     '' | -*) ;;
     *[!0-9]*)
-        echo "train_waymo_base.sh: '$1' is no number of steps; usage: train_waymo_base.sh [STEPS] [--flags]" >&2
+        echo "train_waymo_base.sh: '$1' is not a number of steps; usage: train_waymo_base.sh [STEPS] [--flags]" >&2
         exit 2
         ;;
     *)

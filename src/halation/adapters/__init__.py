@@ -1,1 +1,1 @@
-"""`RankSampler` for the trainers of other libraries; each module imports its library alone."""
+"""`RankSampler` for the trainers of other libraries; each module imports only its library."""

@@ -1,4 +1,4 @@
-"""A sampler for a training loop that Hugging Face accelerate distributes."""
+"""`RankSampler` for training loops that use Hugging Face accelerate."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def rank_sampler(
     seed: int = 0,
     **options: Any,
 ) -> RankSampler:
-    """A `RankSampler` for a model that `accelerator.prepare` returned; `options` are RankSampler's own.
+    """Create a `RankSampler` for a model from `accelerator.prepare`; `options` are passed on.
 
-    `draw` must use `accelerator.unwrap_model(model)`. Call the sampler where `accelerator.sync_gradients` is true,
-    with the number of updates as the step.
+    `draw` must use `accelerator.unwrap_model(model)`. Call the sampler when `accelerator.sync_gradients` is True, with
+    the number of optimizer steps as the step.
     """
-    # With its wrapper, so that a draw which calls that one by mistake is refused instead of waiting for other ranks.
+    # Keep the DDP wrapper, so that a `draw` that calls it by mistake raises instead of waiting for other ranks.
     if not isinstance(model, DistributedDataParallel):
         model = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
     return RankSampler(draw, prompts, out, seed, model=[model], **options)

@@ -1,4 +1,4 @@
-"""A Lightning callback that draws samples on every rank after optimizer steps."""
+"""A Lightning callback that samples on every rank after optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ except ImportError:
 
 
 class LightningSamplerCallback(Callback):
-    """`Trainer(callbacks=[SamplerCallback(sampler)])` draws samples between optimizer steps.
+    """Samples between optimizer steps: `Trainer(callbacks=[SamplerCallback(sampler)])`.
 
-    `sampler(trainer.global_step)` is called before the first step and after every one; the sampler's `every` decides which
-    of these calls draw. Where it names no model, the LightningModule is the one that draws.
+    `sampler(trainer.global_step)` is called before the first step and after every step; the sampler's `every` decides
+    which of these calls sample. If the sampler has no model, the LightningModule is used.
     """
 
     def __init__(self, sampler: RankSampler) -> None:
@@ -37,10 +37,10 @@ class LightningSamplerCallback(Callback):
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.sampler.use(pl_module)
-        if trainer.global_step != self._last_step:  # not after a batch whose gradients only add up
+        if trainer.global_step != self._last_step:  # not after a batch that only accumulates gradients
             self._last_step = trainer.global_step
             self.sampler(self._last_step)
 
 
 SamplerCallback = LightningSamplerCallback
-"""The name that pages and scripts import."""
+"""The name to import."""

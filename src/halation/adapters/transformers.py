@@ -1,4 +1,4 @@
-"""A callback for the transformers Trainer: samples on every rank after optimizer steps."""
+"""A transformers Trainer callback that samples on every rank after optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from halation.sampling.user_training_loop_sampler import RankSampler
 
 
 class TransformersSamplerCallback(TrainerCallback):
-    """`Trainer(callbacks=[SamplerCallback(sampler)])` draws samples between optimizer steps.
+    """Samples between optimizer steps: `Trainer(callbacks=[SamplerCallback(sampler)])`.
 
-    `sampler(state.global_step)` is called before the first step and after every one; the sampler's `every` decides which
-    of these calls draw. Where it names no model, the Trainer's own is the one that draws.
+    `sampler(state.global_step)` is called before the first step and after every step; the sampler's `every` decides
+    which of these calls sample. If the sampler has no model, the Trainer's model is used.
     """
 
     def __init__(self, sampler: RankSampler) -> None:
@@ -34,4 +34,4 @@ class TransformersSamplerCallback(TrainerCallback):
 
 
 SamplerCallback = TransformersSamplerCallback
-"""The name that pages and scripts import."""
+"""The name to import."""

@@ -1,1 +1,1 @@
-"""Model families behind one protocol, and how a model is found, loaded and sampled from."""
+"""Model families behind common protocols: finding, loading and sampling models."""

@@ -1,4 +1,4 @@
-"""Images that a model has drawn, perhaps still on their way from the device."""
+"""Generated images that may still be in transfer from the device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OnStep = Callable[[], None]
 """Called after each step of the solver."""
 
 DRY_RUN: ContextVar[bool] = ContextVar("rehearsing", default=False)
-"""True while a runner tries whether a shape fits: nothing is compiled or recorded for good."""
+"""True while a runner tests whether a shape fits in memory; nothing is compiled or captured then."""
 
 
 class ImageError(HalationError):
-    """One image could not be made; the message says why."""
+    """One image could not be generated; the message gives the reason."""
 
 
 class NonFiniteImageError(ImageError):
@@ -31,11 +31,11 @@ class NonFiniteImageError(ImageError):
 
 @dataclass(frozen=True, kw_only=True)
 class PendingImages:
-    """Drawn specs whose pixels may still be on their way from the device.
+    """Generated images whose pixels may still be in transfer from the device.
 
-    `collect` waits and returns, for each spec, its frames or why there are none. It may be called from another thread
-    than the one that drew, while the next batch is being drawn. `decode_in_float32`, called on the drawing thread with
-    the rows that came back as NonFiniteImageError, decodes these rows again in float32; None where that is no use.
+    `collect` waits and returns, for each spec, its frames or an error. It may be called from another thread while the
+    next batch is being generated. `decode_in_float32` must be called on the generating thread, with the rows that came
+    back as NonFiniteImageError, and decodes these rows again in float32; None if that would not help.
     """
 
     collect: Callable[[], list[Frames | ImageError]]

@@ -23,12 +23,15 @@ _VAE_RANGES = {"scaling_factor": (1e-6, 1e6), "shift_factor": (-1e6, 1e6), "late
 
 
 def normalize_images(pixels: Tensor) -> Tensor:
-    """uint8 NHWC to float32 NCHW in [-1, 1]."""
+    """Convert uint8 NHWC to float32 NCHW in [-1, 1]."""
     return pixels.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1.0
 
 
 def denormalize_images(x: Tensor) -> Tensor:
-    """Float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even; raises for NaN."""
+    """Convert float NCHW in [-1, 1] to uint8 NHWC: clamp, scale, round half to even.
+
+    Raise NonFiniteRowsError for NaN or infinity.
+    """
     rows = non_finite_rows(x)
     if rows:
         raise NonFiniteRowsError(f"images {', '.join(map(str, rows))} of the batch are not finite", rows)
@@ -64,7 +67,7 @@ class PixelSpace:
 
 
 class LatentSpace:
-    """Mean latents of a diffusers `AutoencoderKL`, shifted and scaled as its config says."""
+    """Mean latents of a diffusers `AutoencoderKL`, with the shift and scale of its config."""
 
     kind: ClassVar[str] = "autoencoder_kl"
     channels: int
@@ -88,7 +91,10 @@ class LatentSpace:
 
     @classmethod
     def load(cls, folder: str | Path, *, half_dtype: torch.dtype = torch.float16) -> LatentSpace:
-        """From a folder with `config.json` and safetensors, nothing else: no download, no pickle, no foreign code."""
+        """Load from a local folder with `config.json` and safetensors.
+
+        Nothing is downloaded, no pickle is loaded and no code of the folder is run.
+        """
         path = Path(folder)
         if not (path / "config.json").is_file():
             raise InputError(
@@ -97,15 +103,15 @@ class LatentSpace:
                 "give the folder of a diffusers AutoencoderKL (often named vae)",
             )
         check_model_sizes(path)
-        # What latents are made with must be numbers; the rest of the config is left to the library.
+        # Check the values that scale latents; diffusers checks the rest of the config.
         config = read_json(path / "config.json")
         if not isinstance(config, dict):
             raise InputError(
-                f"{path / 'config.json'} holds no JSON object", "an autoencoder's config", "copy the model again"
+                f"{path / 'config.json'} is not a JSON object", "an autoencoder's config", "copy the model again"
             )
         given = {name: value for name, value in config.items() if value is not None or name != "shift_factor"}
         check_numbers(str(path / "config.json"), given, _VAE_RANGES)
-        from diffusers import AutoencoderKL  # slow to import, and pixel models do without it
+        from diffusers import AutoencoderKL  # slow to import, and pixel models do not need it
 
         try:
             from_pretrained: Any = AutoencoderKL.from_pretrained
@@ -127,7 +133,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, enabled=False):  # latents must not depend on who asks for them
+        with torch.autocast(self.device.type, enabled=False):  # latents must not depend on the caller's autocast
             mean = self._encode_mean(normalize_images(pixels.to(self.device)))
         latents: Tensor = (mean - self.shift) * self.scaling
         return latents.to(pixels.device)
@@ -138,9 +144,10 @@ class LatentSpace:
 
     @torch.no_grad()
     def decode(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Half precision on a GPU and float32 on a CPU unless `dtype` is given; overflows are decoded again in float32.
+        """Decode to uint8; images that overflow in half precision are decoded again in float32.
 
-        The second attempt takes one image at a time, so that it does not depend on which neighbours overflowed.
+        The default `dtype` is half precision on a GPU and float32 on a CPU. The second attempt decodes one image at a
+        time, so that the result does not depend on which other images overflowed.
         """
         if dtype is None:
             dtype = self._half_dtype if self.device.type == "cuda" else torch.float32
@@ -148,7 +155,7 @@ class LatentSpace:
         images = self._decode_in_dtype(latents, dtype)
         overflowed = non_finite_rows(images) if dtype != torch.float32 else ()
         if overflowed:
-            logger.info("%d images overflowed in %s and are decoded again in float32", len(overflowed), dtype)
+            logger.info("%d images overflowed in %s; decoding them again in float32", len(overflowed), dtype)
             for row in overflowed:
                 images[row] = self._decode_in_dtype(latents[row : row + 1], torch.float32)[0]
         return denormalize_images(images)
@@ -163,7 +170,7 @@ class LatentSpace:
         return decoded
 
     def _make_half_vae(self, dtype: torch.dtype) -> Any:
-        """The decoder's weights once more, narrow: made at the first use, kept beside the float32 ones."""
+        """Return a half-precision copy of the decoder, made at first use and cached."""
         if self._half_vae is None or self._half_vae.dtype != dtype or self._half_vae.device != self.device:
             encoder, self._vae.encoder = self._vae.encoder, None
             try:
@@ -176,7 +183,7 @@ class LatentSpace:
         return {"kind": "latents", "path": self.path, "fingerprint": self.fingerprint()}
 
     def fingerprint(self) -> str:
-        """A hash of the weights and of the numbers applied around them."""
+        """Hash of the weights, the scale and the shift."""
         if self._fingerprint is None:
             digest = hashlib.sha256(self._scaling_text().encode())
             for name, tensor in sorted(self._vae.state_dict().items()):
@@ -189,7 +196,7 @@ class LatentSpace:
         return f"{self.scaling!r} {self.shift!r}"
 
     def save(self, folder: str | Path) -> None:
-        """A copy of the autoencoder in the diffusers layout, safetensors only."""
+        """Save the autoencoder in the diffusers layout, as safetensors."""
         self._vae.save_pretrained(str(folder), safe_serialization=True)
 
     def to(self, device: torch.device | str) -> LatentSpace:
@@ -199,7 +206,7 @@ class LatentSpace:
 
 
 def load_space(description: dict[str, Any], folder: Path | None = None) -> ImageSpace:
-    """The space a description names; a relative autoencoder folder is looked up beside the description."""
+    """Load the space of a description; `folder` is the base of a relative autoencoder path."""
     if description.get("kind") == "pixels":
         check_numbers("the image space of the model's config", description, {"scale": (1e-6, 1e6)})
         return PixelSpace(scale=float(description.get("scale", 1.0)))
@@ -222,7 +229,10 @@ def load_space(description: dict[str, Any], folder: Path | None = None) -> Image
 
 
 class WanLatentSpace(LatentSpace):
-    """Mean latents of one frame by Wan's causal autoencoder, normalised by the mean and deviation of its config."""
+    """Mean latents of one frame of Wan's causal autoencoder.
+
+    They are normalised by the mean and standard deviation of its config.
+    """
 
     kind: ClassVar[str] = "autoencoder_kl_wan"
     scaling: Tensor
@@ -231,7 +241,7 @@ class WanLatentSpace(LatentSpace):
     def _read_config(self, config: Any) -> None:
         self.channels = config.z_dim
         self.downsampling_factor = config.scale_factor_spatial
-        # Divided first and multiplied later, as the pipeline does: the other way round gives other bits.
+        # Take the reciprocal first and multiply later, as the pipeline does; dividing later rounds differently.
         self.scaling = 1.0 / torch.tensor(config.latents_std).reshape(1, -1, 1, 1)
         self.shift = torch.tensor(config.latents_mean).reshape(1, -1, 1, 1)
 
@@ -251,5 +261,5 @@ class WanLatentSpace(LatentSpace):
 
 
 def make_latent_space(vae: Any, path: str) -> LatentSpace:
-    """The space of a pipeline's autoencoder."""
+    """Return the latent space of a pipeline's autoencoder."""
     return (WanLatentSpace if isinstance(vae, AutoencoderKLWan) else LatentSpace)(vae, path=path)

@@ -1,4 +1,4 @@
-"""Loads the model of a run (its newest good checkpoint), a checkpoint or an export."""
+"""Loads the model of a run (its newest valid checkpoint), a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from halation.runs.run_folder import COMMIT_FILE
 
 
 def build_denoiser(description: Mapping[str, Any]) -> Denoiser:
-    """The denoiser of a description: a DiT without weights, or the pipeline as it was before fine-tuning."""
+    """Build a DiT without weights, or load the pipeline as it was before fine-tuning."""
     if description.get("family") == "pipeline":
-        # diffusers takes seconds to import, and a DiT does without
+        # diffusers takes seconds to import, and a DiT does not need it
         from halation.models.pipelines.training.denoiser import PipelineDenoiser
 
         return PipelineDenoiser.from_description(description)
@@ -44,10 +44,10 @@ def build_dit(
     space: ImageSpace | None = None,
     stored: StoredShapes | None = None,
 ) -> DiTDenoiser:
-    """The DiT a description names, with memory for its weights and nothing in it yet.
+    """Build the DiT of a description, with allocated but uninitialized weights.
 
-    `folder` is where a relative autoencoder path starts; a `space` that is loaded replaces the described one.
-    Weights that are `stored` and do not fit are refused before there is memory for them.
+    `folder` is the base of a relative autoencoder path. A loaded `space` replaces the described one. If `stored` shapes
+    do not match the model, InputError is raised before memory is allocated.
     """
     if description.get("family") != "dit" or description.get("version") != 1:
         raise InputError(
@@ -66,9 +66,9 @@ def build_dit(
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"a model description that does not hold together: {type(error).__name__}: {error}",
-            "what describe() of a denoiser wrote",
-            "take the config.json that was written with the weights",
+            f"an invalid model description: {type(error).__name__}: {error}",
+            "a description written by describe() of a denoiser",
+            "use the config.json that was written with the weights",
         ) from error
     assert isinstance(denoiser.module, DiT)
     if stored is not None:
@@ -87,14 +87,14 @@ def _parse_config(values: Mapping[str, Any]) -> DiTConfig:
 
 
 class StoredShapes(NamedTuple):
-    """The shapes of stored tensors by name, and what they are stored in."""
+    """The shapes of stored tensors by name, and the file or folder that contains them."""
 
     source: str
     shapes: dict[str, tuple[int, ...]]
 
 
 def load_weights(denoiser: Denoiser, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Put tensors into the trained parameters of the module; names and shapes must match exactly."""
+    """Copy tensors into the trained parameters; names and shapes must match exactly."""
     _check_shapes(
         denoiser.module, StoredShapes(source, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     )
@@ -120,13 +120,13 @@ def _check_shapes(module: nn.Module, stored: StoredShapes) -> None:
 
 
 def load_export(folder: str | Path, weights: str = "model.safetensors") -> DiTDenoiser:
-    """The denoiser of an export folder (`config.json` and safetensors), on the CPU."""
+    """Load the denoiser of an export folder (`config.json` and safetensors), on the CPU."""
     path = Path(folder)
     description = _read_description(path / "config.json")
     file = path / weights
     if not file.is_file() or file.suffix != ".safetensors":
         raise InputError(
-            f"no weights at {file}", "a safetensors file", "name a file of this folder that ends in .safetensors"
+            f"no weights at {file}", "a safetensors file", "give a file of this folder that ends in .safetensors"
         )
     denoiser = build_dit(description, folder=path, stored=_read_stored_shapes(file))
     try:
@@ -150,7 +150,10 @@ def _read_stored_shapes(file: Path) -> StoredShapes:
 
 
 def check_model(folder: Path, *, raw: bool) -> None:
-    """Refuse a DiT whose files do not fit, before a worker is started; other models are left to their loader."""
+    """Reject a DiT whose weights do not match its config, before a worker is started.
+
+    Other models are checked by their loaders.
+    """
     is_checkpoint = (folder / COMMIT_FILE).exists()
     weights = folder / ("model_raw.safetensors" if raw else "model.safetensors")
     try:
@@ -171,7 +174,7 @@ def check_model(folder: Path, *, raw: bool) -> None:
 
 
 def _read_description(file: Path) -> dict[str, Any]:
-    """`config.json`: a description, or a document that holds one under `model`."""
+    """Read `config.json`: a description, or a document with one under `model`."""
     try:
         value = read_json(file)
     except FileNotFoundError as error:
@@ -190,12 +193,12 @@ def _read_description(file: Path) -> dict[str, Any]:
         ) from error
     inner = value.get("model", value) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
-        raise InputError(f"{file} describes no model", "the config.json of an export", "export the model again")
+        raise InputError(f"{file} does not describe a model", "the config.json of an export", "export the model again")
     return inner
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The checkpoint or export folder that is meant, with every byte checked where a commit file says what they are."""
+    """Find the checkpoint or export of a path; checkpoints are verified against COMMIT.json."""
     folder = resolve_model_path(folder)
     if not folder.is_dir():
         raise InputError(
@@ -210,27 +213,27 @@ def find_checkpoint(folder: Path) -> Path:
         problem = find_damage(folder)
         if problem:
             raise InputError(
-                f"checkpoint {folder} is damaged: {problem}", "the bytes it was saved with", "use an older checkpoint"
+                f"checkpoint {folder} is damaged: {problem}", "the files as they were saved", "use an older checkpoint"
             )
         return folder
     elif (folder / "model_index.json").exists():
         raise InputError(
             f"{folder} is a diffusers pipeline",
             "a run, a checkpoint or an export of a DiT",
-            f"draw from it with `halation generate --model_path {folder}`",
+            f"use `halation generate --model_path {folder}`",
         )
     elif (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
         return folder
     check_not_only_pickles(folder)
     raise InputError(
-        f"no whole checkpoint in {folder}",
-        "a run that has saved, a checkpoint or an export",
-        "train it first, or name another folder",
+        f"no complete checkpoint in {folder}",
+        "a run with a saved checkpoint, a checkpoint or an export",
+        "train it first, or give another folder",
     )
 
 
 def check_base_exists(folder: Path) -> None:
-    """A checkpoint of a fine-tuning needs the pipeline it began with; said before anything is started for it."""
+    """Raise if the base pipeline of a fine-tuning checkpoint is missing, before workers start."""
     if not (folder / COMMIT_FILE).exists():
         return
     try:
@@ -239,7 +242,7 @@ def check_base_exists(folder: Path) -> None:
         raise _unreadable_error(folder, error) from error
     base = Path(str(description.get("path", "")))
     if description.get("family") == "pipeline" and not (base / "model_index.json").is_file():
-        raise _missing_base_error(folder, base, "which is not there any more")
+        raise _missing_base_error(folder, base, "which no longer exists")
 
 
 def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:
@@ -247,12 +250,15 @@ def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     export, action = run / "export", f"put {base} back as it was"
     if (export / "model_index.json").exists():
-        action = f"draw from its export, which is whole: `halation generate --model_path {export}`; or {action}"
-    return InputError(f"{run} was fine-tuned from {base}, {why}", "the model it began with, or a whole one", action)
+        action = f"generate from its export, a whole pipeline: `halation generate --model_path {export}`; or {action}"
+    return InputError(f"{run} was fine-tuned from {base}, {why}", "the model it started from, or an export", action)
 
 
 def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
-    """The model, on the CPU: its averaged weights, or the raw ones. `checked`: the folder is from `find_checkpoint`."""
+    """Load the model on the CPU: its EMA weights, or with `raw` the trained ones.
+
+    `checked` means that the folder comes from `find_checkpoint`.
+    """
     folder = folder if checked else find_checkpoint(folder)
     if not (folder / COMMIT_FILE).exists():
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
@@ -281,16 +287,16 @@ def _build_from_checkpoint(folder: Path, description: dict[str, Any], stored: St
 
 
 def _unreadable_error(folder: Path, error: Exception) -> InputError:
-    """Sums keep out damage, not files that were made by something else."""
+    """Error for files that another program wrote; their checksums may be correct."""
     return InputError(
         f"{folder} cannot be read: {type(error).__name__}: {error}",
         "a checkpoint or an export as Halation wrote it",
-        "name another folder, or train or export it again",
+        "give another folder, or train or export it again",
     )
 
 
 def weights_digest(folder: Path, *, raw: bool) -> str:
-    """One word for the very weights that are drawn from."""
+    """Hash of the weights that images are generated from."""
     part = "model" if raw else "ema"
     if (folder / COMMIT_FILE).exists():
         sums = read_json(folder / COMMIT_FILE)["sha256"]
@@ -299,13 +305,13 @@ def weights_digest(folder: Path, *, raw: bool) -> str:
     file = folder / ("model_raw.safetensors" if raw else "model.safetensors")
     if not file.is_file():
         raise InputError(
-            f"{folder} has no {file.name}", "those weights in it", "leave --raw out" if raw else "export it again"
+            f"{folder} has no {file.name}", "these weights in it", "leave --raw out" if raw else "export it again"
         )
     return file_sha256(file)
 
 
 def read_sampling_settings(folder: Path) -> dict[str, Any]:
-    """How the run this model comes from drew its samples."""
+    """Read the sampling settings of the run that this model comes from."""
     source = folder / ("state.json" if (folder / COMMIT_FILE).exists() else "config.json")
     try:
         sampling = dict(read_json(source).get("sampling", {}))
@@ -316,7 +322,7 @@ def read_sampling_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_space_description(folder: Path) -> dict[str, Any]:
-    """The description of the space a DiT works in, its autoencoder's folder written out."""
+    """Read the description of a DiT's image space, with the full path of its autoencoder."""
     committed = (folder / COMMIT_FILE).exists()
     source = folder / ("state.json" if committed else "config.json")
     try:

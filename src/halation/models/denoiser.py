@@ -1,8 +1,9 @@
 """A model family behind three protocols: trained module, prompt encoding, sampling.
 
-Sampling a batch has phases that a caller can survive one by one: prepare, sample, decode. Only `sample` runs the
-module, and how often depends on the steps of the batch and on the solver alone. A rank whose `prepare` failed, or that
-has no batch, goes on with `dummy_inputs` and makes exactly the forwards that the other ranks wait for.
+Sampling a batch has three phases, and a caller can recover from a failure in each: prepare, sample, decode. Only
+`sample` runs the module, and the number of forwards depends only on the steps of the batch and the solver. A rank whose
+`prepare` failed, or that has no batch, continues with `dummy_inputs` and runs the same number of forwards as the other
+ranks.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ from halation.models.dtypes import DTYPES
 from halation.sample_specs import SampleBatch, SampleSpec
 
 Condition = dict[str, Tensor]
-"""What a prompt or label becomes: tensors by name, each with one row an image.
+"""An encoded prompt or label: tensors by name, each with one row per image.
 
-They have a fixed length, so that an image's condition does not depend on its neighbours'. Text has `tokens` (int64) and
-`mask` (bool, true where there is a token); classes have `label`.
+They have a fixed length, so that the condition of an image does not depend on the other images of the batch. Text has
+`tokens` (int64) and `mask` (bool, True for tokens, False for padding); classes have `label`.
 """
 
 
 GuidanceKind = Literal["pair", "embedded", "none"]
-"""How a family does guidance: by a null branch, by a number that its module reads, or not at all."""
+"""How a family applies guidance: with a null branch, as an embedded input of its module, or not at all."""
 
 PIPELINE_SCHEDULER = "own"
-"""Instead of the name of a sampler: the pipeline's own scheduler."""
+"""Used instead of a sampler name to select the pipeline's own scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolverSettings:
-    """How a batch is drawn, besides what its specs say.
+    """Sampling settings that are not part of the specs.
 
-    Sampler and shift are of models that are drawn by our own samplers.
+    `sampler` and `shift` apply only to models that use the samplers of `flow.samplers`.
     """
 
     sampler: str = "multistep"
     """A name of `flow.samplers`, or PIPELINE_SCHEDULER."""
     use_cfg: bool = True
-    """Whether the null branch runs too. It comes from the whole plan: a batch whose own scales are all 1 then still
-    makes the forwards of the others."""
+    """True if the null branch runs too. It is decided for the whole plan, so that a batch whose own scales are all 1
+    runs the same number of forwards as the others."""
     dtype: torch.dtype = torch.float32
     shift: float = 1.0
     truncate_from: int | None = None
@@ -66,7 +67,7 @@ class FamilyDefaults:
 
 
 class NonFiniteRowsError(HalationError):
-    """An image came out as NaN or infinity; `rows` are its places in the batch."""
+    """Images contain NaN or infinity; `rows` are their indices in the batch."""
 
     def __init__(self, message: str, rows: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -74,55 +75,55 @@ class NonFiniteRowsError(HalationError):
 
 
 class ImageSpace(Protocol):
-    """Images to tensors and back."""
+    """Encodes images to the tensors that a module works on, and decodes them."""
 
     downsampling_factor: int
     channels: int
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """uint8 NHWC to float32 NCHW, on the device of the images."""
+        """Convert uint8 NHWC to float32 NCHW, on the device of the images."""
 
     def decode(self, x: Tensor) -> Tensor:
-        """The way back, to uint8 NHWC; NonFiniteRowsError where an image is not finite."""
+        """Convert back to uint8 NHWC; raise NonFiniteRowsError if an image is not finite."""
 
     def describe(self) -> dict[str, Any]:
-        """JSON that says which space this is."""
+        """Return a JSON description that identifies this space."""
 
     def fingerprint(self) -> str:
-        """Equal where the same images become the same tensors."""
+        """Return a string that is equal for spaces that encode images to the same tensors."""
 
     def to(self, device: torch.device | str) -> ImageSpace:
-        """Move what has weights, in place."""
+        """Move the weights, if any, in place."""
 
 
 def non_finite_rows(x: Tensor) -> tuple[int, ...]:
-    """Which images of a batch hold a NaN or an infinity."""
+    """Return the rows of a batch that contain NaN or infinity."""
     bad = ~torch.isfinite(x).flatten(1).all(dim=1)
     return tuple(bad.nonzero().flatten().tolist())
 
 
 class SamplingInputs(Protocol):
-    """Everything that sampling one batch needs, on the device; its fields are the family's own."""
+    """All inputs for sampling one batch, on the device; the fields depend on the family."""
 
     @property
     def truncated(self) -> tuple[bool, ...]:
-        """Which prompts are longer than the model reads."""
+        """For each row, True if the prompt is longer than the model reads."""
 
     @property
     def num_rows(self) -> int:
-        """Images in it, fillers included."""
+        """Number of images, including padding entries."""
 
     def halves(self) -> tuple[SamplingInputs, SamplingInputs]:
-        """The first and the second half of the rows."""
+        """Split the rows into a first and a second half."""
 
 
 class TrainedModule(Protocol):
-    """The module of a model family: what engines, objectives and checkpoints need."""
+    """The module of a model family, as used by engines, objectives and checkpoints."""
 
     name: str
-    """The family in a word or two, for messages."""
+    """Short name of the family, for messages."""
     module: nn.Module
-    """What is trained: its parameters that require a gradient. Engines wrap it; `forward` gets the one to call."""
+    """The trained module: its parameters with `requires_grad`. Engines wrap it and pass the wrapper to `forward`."""
 
     @property
     def noise_path(self) -> NoisePath:
@@ -130,101 +131,113 @@ class TrainedModule(Protocol):
 
     @property
     def defaults(self) -> FamilyDefaults:
-        """Guidance of samples and times of training where no setting gives them."""
+        """Defaults for the guidance of samples and for the times of training."""
 
     @property
     def guidance_kind(self) -> GuidanceKind:
-        """How guidance comes into a prediction of `forward`."""
+        """How guidance is applied to a prediction of `forward`."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of the module, for an estimate of its activations and for feature matching."""
+        """Width of the module, for estimating activation memory and for feature matching."""
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks of the module, for the same estimate."""
+        """Number of transformer blocks, for the same estimate."""
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Prediction of `module`, bare or wrapped, for states at times `t`: a tensor like the path's target."""
+        """Predict with `module`, bare or wrapped, for states at times `t`.
+
+        The result has the shape of the path's target.
+        """
 
     def set_guidance(self, scale: float) -> None:
-        """Scale that a module with embedded guidance reads in `forward` from now on; no effect on others."""
+        """Set the scale that a module with embedded guidance reads; others ignore it."""
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations inside shard units in the backward pass instead of storing them."""
+        """Recompute activations of the shard units in the backward pass instead of storing them."""
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules to shard one by one, innermost first; their submodules are called only from inside them."""
+        """Return the modules to shard one by one, innermost first.
+
+        Their submodules are called only from inside them.
+        """
 
     def describe(self) -> dict[str, Any]:
-        """JSON from which `checkpoint_loading` builds the same denoiser again, without its weights."""
+        """Return JSON from which `checkpoint_loading` rebuilds the denoiser without weights."""
 
     def flops_per_image(self) -> int:
-        """Floating-point operations of one forward of one image (a multiply-add is two)."""
+        """Floating-point operations of one forward of one image (a multiply-add counts as two)."""
 
 
 class PromptEncoder(Protocol):
-    """Texts, labels and sizes to the conditions that a module reads."""
+    """Encodes texts, labels and sizes to the conditions that a module reads."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
-        """The condition of each prompt, on the CPU."""
+        """Encode the prompts, on the CPU."""
 
     def encode_captions(self, captions: Sequence[str], labels: Sequence[int]) -> Condition:
-        """The condition of training images, on the CPU: labels where the family knows classes, captions otherwise."""
+        """Encode the condition of training images, on the CPU.
+
+        A class-conditional family uses the labels, others the captions.
+        """
 
     def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
-        """The condition of training images of this size, with their sizes where the family reads them.
+        """Add the image sizes to the condition of training images, if the family reads them.
 
-        `original_sizes` are heights and widths of the files, one row an image.
+        `original_sizes` are heights and widths of the files, one row per image.
         """
 
     def truncation_flags(self, prompts: Sequence[str]) -> list[bool]:
-        """Which prompts are longer than the model reads."""
+        """For each prompt, True if it is longer than the model reads."""
 
     def keep_text_encoders(self) -> None:
-        """Keep the text encoders loaded, where prompts come one after the other and not all at once."""
+        """Keep the text encoders loaded, for prompts that are encoded one after the other."""
 
 
 class SamplingModel(Protocol):
-    """A model that draws batches of specs."""
+    """A model that samples batches of specs."""
 
     module: nn.Module
 
     @property
     def space(self) -> ImageSpace:
-        """Where samples lie before they are decoded, and the images that the module is trained on."""
+        """The space of samples before decoding, and of the images that the module is trained on."""
 
     def sample_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(channels, height, width) of the tensor behind an image of this size.
+        """Return (channels, height, width) of the tensor for an image of this size.
 
-        Another size than the model's is an InputError.
+        Raise InputError if the model does not support the size.
         """
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
-        """The times, from 1 to 0 and one more than steps, of a sample of this size.
+        """Return the `num_steps + 1` times, from 1 to 0, for a sample of this size.
 
-        `shift` is that of models that are sampled by our own samplers.
+        `shift` applies only to models that use the samplers of `flow.samplers`.
         """
 
     def prepare(self, batch: SampleBatch, device: torch.device | str) -> Any:
-        """`SamplingInputs` of a batch; everything that bad input can make fail happens here."""
+        """Build the `SamplingInputs` of a batch; bad input can only fail here."""
 
     def dummy_inputs(self, batch: SampleBatch, device: torch.device | str) -> Any:
-        """`SamplingInputs` of that batch's shapes that need no prompt, so that ranks make equal forwards."""
+        """Build `SamplingInputs` of the batch's shapes without prompts, to match other ranks."""
 
     def sample(self, inputs: Any, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
-        """Float32 tensors in `space`. `on_step` is called after every step. Nothing else runs the module here."""
+        """Return float32 tensors in `space`; `on_step` is called after every step.
+
+        No other method of this protocol runs the module.
+        """
 
 
 class Denoiser(TrainedModule, PromptEncoder, SamplingModel, Protocol):
-    """A whole model family, so that training, sampling and export need not know which family it is."""
+    """A model family; training, sampling and export work with any of them."""
 
     def to(self, device: torch.device | str, *, module: bool = True) -> Denoiser:
-        """Move the module, unless an engine will, and what surrounds it, in place."""
+        """Move everything in place; `module=False` leaves the module to the engine."""
 
 
 def null_condition(encoder: PromptEncoder, num_rows: int) -> Condition:
-    """The condition that captions are replaced by in training, on the CPU."""
+    """Return the condition that replaces dropped captions in training, on the CPU."""
     return {name: row.repeat(num_rows, *(1,) * (row.ndim - 1)) for name, row in encoder.encode_prompts([""]).items()}
 
 
@@ -232,34 +245,34 @@ def null_condition(encoder: PromptEncoder, num_rows: int) -> Condition:
 
 
 class SamplingError(HalationError):
-    """One image of a batch could not be made; the message names its prompt."""
+    """One image of a batch could not be sampled; the message names its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedImages:
-    """A batch's images (uint8 NHWC), and why for each row that has none."""
+    """The images of a batch (uint8 NHWC), and an error for each row without an image."""
 
     pixels: npt.NDArray[np.uint8]
     failures: dict[int, SamplingError]
 
     def pixels_or_raise(self) -> npt.NDArray[np.uint8]:
-        """The images, or the first failure."""
+        """Return the images, or raise the first failure."""
         for row in sorted(self.failures):
             raise self.failures[row]
         return self.pixels
 
 
 def needs_cfg(specs: Iterable[SampleSpec]) -> bool:
-    """Whether a plan runs the conditional and the null branch together.
+    """Return True if a plan runs the null branch beside the conditional one.
 
-    Asked once of all its specs, never of a rank's own.
+    Pass all specs of the plan, not only those of one rank.
     """
     return any(spec.guidance_scale != 1.0 for spec in specs)
 
 
 @torch.no_grad()
 def decode(space: ImageSpace, x: Tensor, batch: SampleBatch) -> DecodedImages:
-    """Pixels on the CPU; a row that is not finite fails alone and says whose prompt it was."""
+    """Decode to pixels on the CPU; a row that is not finite fails alone, with its prompt."""
     failures: dict[int, SamplingError] = {}
     for row in non_finite_rows(x):
         failures[row] = _sampling_error(batch.specs[row], "the model's output is not finite")
@@ -292,9 +305,9 @@ def sample_batch(
     device: torch.device | str = "cpu",
     on_step: Callable[[], None] | None = None,
 ) -> DecodedImages:
-    """All phases in a row, for a caller that draws alone.
+    """Prepare, sample and decode one batch, for a caller without other ranks.
 
-    By default in float32, with the null branch where this batch needs it.
+    The default is float32, with the null branch if this batch needs it.
     """
     solver = SolverSettings(use_cfg=needs_cfg(batch.specs)) if solver is None else solver
     x = model.sample(model.prepare(batch, device), solver, on_step or (lambda: None))
@@ -322,7 +335,7 @@ class DiTModel:
             raise InputError(
                 f"--{flag} with a checkpoint of a fine-tuned pipeline",
                 "its own scheduler and guidance",
-                "draw from the run's export/ folder, which is a whole pipeline and takes every option",
+                "generate from the run's export/ folder, which is a whole pipeline and takes every option",
             )
         if not is_own_sampler and sampler not in SAMPLERS:
             raise InputError(
@@ -351,12 +364,14 @@ class DiTModel:
     def check(self, spec: SampleSpec) -> None:
         self.denoiser.sample_shape(spec.height, spec.width)
         if spec.num_frames != 1:
-            raise InputError(f"--num_frames {spec.num_frames}", "1: this model draws images", "leave --num_frames out")
+            raise InputError(
+                f"--num_frames {spec.num_frames}", "1: this model generates images", "leave --num_frames out"
+            )
         if self.truncate_from is not None and spec.guidance_scale == 1.0:
             raise InputError(
                 "--cfg_truncation_step with --guidance_scale 1",
-                "a second branch that could be left out",
-                "leave --cfg_truncation_step out, or raise the guidance",
+                "a guidance scale other than 1: without guidance there is no null branch to leave out",
+                "leave --cfg_truncation_step out, or raise --guidance_scale",
             )
 
     def draw(self, specs: Sequence[SampleSpec], on_step: Callable[[], None]) -> PendingImages:
@@ -382,19 +397,19 @@ class DiTModel:
 # Transformer blocks
 
 _MIN_RECOMPILE_LIMIT = 64
-"""Each size, batch and guidance pattern of a run is compiled once; beyond torch's limit of 8 all runs eagerly."""
+"""Each size, batch and guidance pattern of a run is compiled once. Beyond torch's limit of 8, blocks run eagerly."""
 _CHECKPOINTED_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each of these in place, at its first call with each shape."""
+    """Compile each block in place, at its first call with each shape."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MIN_RECOMPILE_LIMIT)
     for block in blocks:
         block.compile(dynamic=False)
 
 
 class _GradientCheckpointed:
-    """A forward that keeps its inputs and nothing else where a gradient will be asked for."""
+    """Mixin whose forward stores only its inputs if gradients are enabled."""
 
     has_dropout = False
 
@@ -406,15 +421,16 @@ class _GradientCheckpointed:
 
 
 def apply_gradient_checkpointing(block: nn.Module) -> None:
-    """Compute the block's activations again in the backward pass, from now on.
+    """Make the block recompute its activations in the backward pass.
 
-    By another class rather than a replaced `forward`: engines that change the class in turn, and copies of the block,
-    keep it.
+    This changes the class instead of replacing `forward`, so that it survives engines that change the class again and
+    copies of the block.
     """
     kind = type(block)
     if not issubclass(kind, _GradientCheckpointed):
         dropout = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in block.modules())
-        # One class for all blocks of a kind: with a class each, a compiler would compile each by itself, and give up.
+        # One class for all blocks of a kind: with one class per block, torch.compile would compile each block
+        # separately and hit the recompile limit.
         key = (kind, dropout)
         if key not in _CHECKPOINTED_CLASSES:
             _CHECKPOINTED_CLASSES[key] = type(kind.__name__, (_GradientCheckpointed, kind), {"has_dropout": dropout})

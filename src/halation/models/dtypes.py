@@ -1,4 +1,4 @@
-"""The torch type behind each value of `--dtype`."""
+"""The torch dtype for each value of `--dtype`."""
 
 from __future__ import annotations
 

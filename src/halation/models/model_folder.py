@@ -1,6 +1,6 @@
-"""Model folders before they are loaded: models of the package, hashes, saved settings.
+"""Inspects model folders without loading them: bundled models, hashes, saved settings.
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from halation.runs.run_folder import COMMIT_FILE
 
 FOLDER = Path(__file__).with_name("bundled")
 EXPORT_FILE = "halation.json"
-"""What Halation leaves in a pipeline it exported: the step, and how its run drew samples. No model reads it."""
+"""File in an exported pipeline with the step and the sampling settings of its run. No model reads it."""
 SAMPLING_RANGES = {
     "height": (1, 16_384), "width": (1, 16_384), "steps": (1, 10_000), "seed": (0, 2**63 - 1),
     "sheet_size": (1, 65_536), "threads": (0, 4096), "guidance_scale": (0.0, 1e6), "time_shift": (0.0, 1e6),
 }  # fmt: skip
 
 
-# -- models of the package
+# -- bundled models
 
 
 def bundled_names() -> tuple[str, ...]:
-    """The names that may stand where a model is asked for; a folder put beside the others is one more."""
+    """Return the names that are accepted as a model path: the folders in `bundled/`."""
     return tuple(sorted(path.parent.name for path in FOLDER.glob("*/config.json")))
 
 
 def bundled_folder(name: str | Path) -> Path | None:
-    """The folder of the model of this name, if it comes with the package."""
+    """Return the folder of the bundled model of this name, or None."""
     return FOLDER / str(name) if str(name) in bundled_names() else None
 
 
 def bundled_name(folder: Path) -> str | None:
-    """The name of the model that lies in this folder, if it comes with the package."""
+    """Return the name of the bundled model in this folder, or None."""
     folder = folder.expanduser().resolve()
     return folder.name if folder.parent == FOLDER.resolve() and folder.name in bundled_names() else None
 
 
 def resolve_model_path(model: str | Path) -> Path:
-    """The folder that a path or a name means: the model in that folder, or else the one of the package.
+    """Return the folder of a path or a name: a local model first, then a bundled one.
 
-    A folder of that name that holds no model hides none: it is where a run puts its images, called after the model.
-    Text with a separator in it is a path; where it would be lost (a Path has no leading "./"), the path is made
-    absolute.
+    A local folder that has the name of a bundled model but contains no model is ignored: it may be an output folder
+    named after the model. Text with a separator is always a path; it is made absolute if `Path` would drop the
+    separator (a leading "./").
     """
     path = Path(model).expanduser()
     bundled = bundled_folder(path)
@@ -66,19 +66,19 @@ def resolve_model_path(model: str | Path) -> Path:
 
 
 def portable_name(folder: Path) -> str:
-    """How a record names a model: one of the package by its name, equal on every machine; others by their path."""
+    """Return the name of a bundled model, which is equal on every machine, else the path."""
     return bundled_name(folder) or str(folder)
 
 
 def suggest_model(model: str | Path, otherwise: str) -> str:
-    """The advice for a model that is not there: the one of the package with almost that name, or `otherwise`."""
+    """Suggest the bundled model with a similar name for a missing model, or `otherwise`."""
     plain = {_normalize_name(name): name for name in bundled_names()}
     near = difflib.get_close_matches(_normalize_name(str(model)), plain, n=1, cutoff=0.8)
     return f"did you mean {plain[near[0]]}, which comes with the package?" if near else otherwise
 
 
 def _normalize_name(name: str) -> str:
-    """Without what is often left out or mistyped in a name."""
+    """Lower-case a name and drop its punctuation, which is often mistyped."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -86,7 +86,7 @@ def _normalize_name(name: str) -> str:
 
 
 def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
-    """Refuse numbers with which a model that was exported, or a checkpoint, cannot be drawn from."""
+    """Reject saved sampling settings of an export or a checkpoint that cannot be used."""
     input_files.check_numbers(source, sampling, SAMPLING_RANGES)
     kinds = {"sampler": str, "dtype": str, "prompts": list, "distilled": dict | None}
     for name, kind in kinds.items():
@@ -94,7 +94,7 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{source}: {name} is a {type(sampling[name]).__name__}",
                 "the settings that Halation wrote with the weights",
-                "export the model again, or name another",
+                "export the model again, or give another one",
             )
     distilled = sampling.get("distilled") or {}
     if distilled.get("steps"):
@@ -102,7 +102,7 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
 
 
 def find_fine_tuned_run(folder: Path) -> Path | None:
-    """The run of a fine-tuning that a folder is, or lies in."""
+    """Return the fine-tuning run that a folder is, or is part of, or None."""
     folder = folder.resolve()
     for run in (folder, *folder.parents[:2]):
         try:
@@ -115,9 +115,9 @@ def find_fine_tuned_run(folder: Path) -> Path | None:
 
 
 def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
-    """What to give instead of a run that fine-tuned a pipeline, or of something in it."""
+    """Error for a fine-tuning run, or a folder in it, that names the export to use instead."""
     export = run / "export"
-    later = "" if (export / "model_index.json").exists() else ", which is there once a training has ended"
+    later = "" if (export / "model_index.json").exists() else ", which is written when training ends"
     return InputError(
         f"--{flag} {folder} belongs to a run that fine-tuned a pipeline",
         "a DiT of Halation" if flag == "model" else "a whole pipeline, such as its export",
@@ -126,7 +126,7 @@ def fine_tuned_error(flag: str, folder: Path, run: Path) -> InputError:
 
 
 def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps of a student of few, and by what objective it learned them."""
+    """Return the steps and the objective of a few-step student, else an empty dict."""
     distilled = sampling.get("distilled") or {}
     if not distilled.get("steps"):
         return {}
@@ -134,9 +134,9 @@ def distillation_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash over every file of a model: name, size, and content as `_update_with_content` reads it.
+    """Hash every file of a model: name, size, and content as `_update_with_content` reads it.
 
-    Files that no model reads (images, READMEs, hidden ones, EXPORT_FILE) do not count.
+    Files that no model reads (images, READMEs, hidden files, EXPORT_FILE) are left out.
     """
     endings = {".json", ".safetensors", ".txt", ".model", ".jinja", ".bin"}
     digest, found = hashlib.sha256(), set()
@@ -156,9 +156,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def components_fingerprint(folder: Path, names: Collection[str]) -> str:
-    """A hash over the files of some components of a pipeline folder, with more and smaller windows.
+    """Hash the files of some components of a pipeline folder, with more and smaller windows.
 
-    Runs and caches store it, so it stays another hash than `fingerprint`.
+    Runs and caches store this value, so it stays separate from `fingerprint`.
     """
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -173,10 +173,10 @@ def components_fingerprint(folder: Path, names: Collection[str]) -> str:
 def _update_with_content(
     digest: hashlib._Hash, path: Path, size: int, *, num_windows: int, window_bytes: int, max_whole_bytes: int
 ) -> None:
-    """Add a file to a hash: a small one whole, of a large one evenly spaced windows, the first over its header.
+    """Hash a small file whole, and evenly spaced windows of a large one.
 
-    Other weights differ nearly everywhere, so windows tell them apart in a moment, where reading a model of 30 GB at
-    every resume takes minutes; they may miss a single damaged byte.
+    The first window covers the header. Different weights differ nearly everywhere, so windows are enough to detect
+    them, and reading a 30 GB model at every resume would take minutes. A single damaged byte may be missed.
     """
     with input_files.open_regular_file(path) as file:
         if size <= max_whole_bytes:

@@ -1,4 +1,4 @@
-"""What a `--model_path` means: the test card, a diffusers pipeline, a Halation model."""
+"""Resolves `--model_path`: the test card, a diffusers pipeline or a Halation model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """A model before it is loaded: how a worker opens it, a digest of its weights, and its own settings."""
+    """A model before it is loaded: load arguments, digest of its weights, default settings."""
 
     load_args: dict[str, Any]
     name: str
@@ -32,14 +32,14 @@ class ModelRef:
     guidance_scale: float = DEFAULT_GUIDANCE_SCALE
     steps: int = DEFAULT_STEPS
     distillation_objective: str = ""
-    """The objective by which it learned to draw in that many steps and no other number, if it did."""
+    """The objective that a few-step student was distilled with, else empty; it works only with `steps` steps."""
 
     is_distilled: bool = False
-    """Whether it was distilled, with guidance in it or none to be drawn with."""
+    """True if it was distilled; it then works only with `guidance_scale`."""
 
     @classmethod
     def of_checkpoint(cls, folder: Path, sampling: Mapping[str, Any], *, name: str, digest: str = "") -> ModelRef:
-        """A checkpoint or an export of Halation, with the settings that its run drew samples with."""
+        """Refer to a checkpoint or an export, with the sampling settings of its run."""
         load_args = {
             "kind": "checkpoint",
             "path": str(folder.resolve()),
@@ -47,8 +47,8 @@ class ModelRef:
             "sampler": sampling["sampler"],
             "time_shift": sampling.get("time_shift", 1.0),
         }
-        # A model of the package comes with the settings that its card was measured with; of others the steps of
-        # previews say little.
+        # The settings of a bundled model are those of its model card. For other models, the number of steps used for
+        # previews is not a good default.
         own_steps = {"steps": int(sampling["steps"])} if bundled_name(folder) else {}
         return cls(
             load_args=load_args,
@@ -70,15 +70,15 @@ class ModelRef:
         steps_flag: str = "num_inference_steps",
         check_lengths: bool = True,
     ) -> Iterator[str]:
-        """What to expect of a student drawn otherwise than it learned, and of words that the model does not know.
+        """Warn about settings that a student was not distilled for, and about unknown words.
 
-        None for a setting is the model's own. `check_lengths` also warns about prompts that are too long.
+        None for a setting means the model's default. `check_lengths` also warns about prompts that are too long.
         """
         if self.distillation_objective and steps not in (None, self.steps):
-            learned = f"the model was distilled ({self.distillation_objective}) to draw in {self.steps}"
+            learned = f"the model was distilled ({self.distillation_objective}) for {self.steps}"
             yield f"--{steps_flag}: {steps} steps, but {learned}; expect worse images"
         if self.is_distilled and guidance_scale not in (None, self.guidance_scale):
-            learned = f"the model was distilled to be drawn with {self.guidance_scale:g}"
+            learned = f"the model was distilled for {self.guidance_scale:g}"
             yield f"--guidance_scale {guidance_scale:g}, but {learned}; expect worse images"
         if self.load_args["kind"] == "checkpoint":
             yield from find_prompt_warnings(
@@ -87,11 +87,9 @@ class ModelRef:
 
 
 def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
-    """Look at what is there without loading it."""
+    """Find and check the model of a `--model_path` without loading it."""
     if not model_path:
-        raise InputError(
-            "no --model_path", "a model to draw from", "give --model_path FOLDER, or testcard to try without a model"
-        )
+        raise InputError("no --model_path", "a model", "give --model_path FOLDER, or testcard to try without a model")
     timing = parse_timing(model_path) if model_path.startswith(MODEL_NAME) else None
     if timing is not None:
         return ModelRef(load_args={"kind": "testcard", **asdict(timing)}, name="testcard", digest="testcard 1")
@@ -109,7 +107,7 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
 
 
 def read_export_settings(folder: Path) -> dict[str, Any]:
-    """Size, guidance and few steps of the run that exported a pipeline; nothing for others' pipelines."""
+    """Read size, guidance and steps of a pipeline that Halation exported, else return {}."""
     if not (folder / EXPORT_FILE).exists():
         return {}
     try:
@@ -123,8 +121,8 @@ def read_export_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / EXPORT_FILE} cannot be read: {type(error).__name__}: {error}",
-            "how the run that exported this pipeline drew its samples",
-            "export it again; or delete the file, and give --height, --width and --guidance_scale yourself",
+            "the sampling settings of the run that exported this pipeline",
+            "export it again; or delete the file, and give --height, --width and --guidance_scale",
         ) from error
 
 
@@ -138,7 +136,7 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
         check_not_only_pickles(folder)
         raise _not_a_model_error(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
-        raise _not_a_model_error(folder, "it does not say how it is sampled; part of a pipeline, perhaps")
+        raise _not_a_model_error(folder, "it has no sampling settings; it may be a part of a pipeline")
     checkpoint_loading.check_base_exists(found)
     checkpoint_loading.check_model(found, raw=raw)
     digest = checkpoint_loading.weights_digest(found, raw=raw)
@@ -148,13 +146,13 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
 def _not_a_model_error(folder: Path, why: str) -> InputError:
     return InputError(
         f"{folder} is neither a diffusers pipeline (no model_index.json) nor a model of Halation ({why})",
-        "a folder as save_pretrained() of a pipeline writes it, or a run, checkpoint or export of Halation",
-        "check --model_path; of a pipeline, give the folder that holds model_index.json",
+        "a folder written by save_pretrained() of a pipeline, or a run, checkpoint or export of Halation",
+        "check --model_path; for a pipeline, give the folder that contains model_index.json",
     )
 
 
 def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
-    """The folder of a diffusers pipeline by its path or its name on the hub."""
+    """Return the folder of a diffusers pipeline, from a path or a name on the Hub."""
     folder = resolve_model_path(model_path)
     if not folder.is_dir():
         folder = _download(model_path, flag)
@@ -163,18 +161,18 @@ def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
         if run is not None:
             raise model_folder.fine_tuned_error(flag, folder, run)
         raise InputError(
-            f"{model_folder.portable_name(folder)} is no diffusers pipeline: it has no model_index.json",
-            "a folder as save_pretrained() of a pipeline writes it",
-            f"check --{flag}; a DiT of Halation is trained on with --model {bundled_name(folder) or 'FOLDER'}",
+            f"{model_folder.portable_name(folder)} is not a diffusers pipeline: it has no model_index.json",
+            "a folder written by save_pretrained() of a pipeline",
+            f"check --{flag}; to train a DiT of Halation further, give --model {bundled_name(folder) or 'FOLDER'}",
         )
     return folder
 
 
 def _download(name: str, flag: str = "model_path") -> Path:
-    """A pipeline by its name on the hub: from the cache where it is there, else downloaded once."""
+    """Return a pipeline by its name on the Hub, from the local cache or downloaded once."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
         bundled = ", ".join(model_folder.bundled_names())
-        expected = f"a diffusers pipeline, a model of Halation, or one of the package: {bundled}"
+        expected = f"a diffusers pipeline, a model of Halation, or a bundled model: {bundled}"
         raise InputError(f"there is no folder {name}", expected, model_folder.suggest_model(name, f"check --{flag}"))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -183,7 +181,7 @@ def _download(name: str, flag: str = "model_path") -> Path:
         return Path(snapshot_download(name, allow_patterns=DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise InputError(
-            f"there is no folder {name}, and the hub did not give a model of that name: {str(error).splitlines()[0]}",
-            "the folder of a model, or the name of one that can be downloaded",
+            f"there is no folder {name}, and downloading it from the Hub failed: {str(error).splitlines()[0]}",
+            "the folder of a model, or the name of a model on the Hub",
             f"check --{flag} and the network",
         ) from error

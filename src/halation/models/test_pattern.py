@@ -1,4 +1,4 @@
-"""A model without weights for tests and demos: colours that follow from the spec."""
+"""A model without weights for tests and demos; its colours depend only on the spec."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NUM_BARS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PatternTiming:
-    """How long batches take."""
+    """How long batches take to generate."""
 
     seconds: float = 0.0
     work: float = 0.0
-    """Pixels times steps that take these seconds; others take more or less in proportion. 0: every batch takes them."""
+    """Pixels times steps that take `seconds`; other batches scale in proportion. 0: every batch takes `seconds`."""
     slower: Mapping[str, float] = field(default_factory=dict)
-    """Workers, by their number, that take so many times as long."""
+    """Slowdown factor by worker number."""
 
     def batch_time_s(self, spec: SampleSpec) -> float:
         scale = spec.height * spec.width * spec.num_frames * spec.steps / self.work if self.work else 1.0
@@ -40,10 +40,11 @@ TIMING_PATTERN = re.compile(r"(?P<seconds>[\d.e-]+)(@(?P<work>\d+x\d+x\d+))?(?P<
 
 
 def parse_timing(model_path: str) -> PatternTiming | None:
-    """The pace a `testcard...` asks for; None for everything that is no test card.
+    """Parse the timing of a `testcard...` path; None if the path is not a test card.
 
-    `testcard` takes no time, `testcard:0.2` 0.2 s a batch, `testcard:0.2@480x832x20` 0.2 s for 480 x 832 pixels in
-    20 steps and in proportion for others; `,1=2.5` behind either makes worker 1 take 2.5 times as long.
+    `testcard` takes no time, `testcard:0.2` takes 0.2 s per batch, and `testcard:0.2@480x832x20` takes 0.2 s for
+    480 x 832 pixels in 20 steps and scales in proportion for others. A suffix `,1=2.5` makes worker 1 take 2.5 times as
+    long.
     """
     name, _, arguments = model_path.partition(":")
     if name != MODEL_NAME:
@@ -66,27 +67,27 @@ def parse_timing(model_path: str) -> PatternTiming | None:
         raise InputError(
             f"--model_path {model_path}",
             "testcard, testcard:SECONDS, or testcard:SECONDS@HEIGHTxWIDTHxSTEPS",
-            "give the seconds a batch takes, and if wanted the batch that takes them",
+            "give the seconds per batch, and optionally the batch that takes them",
         ) from error
     return timing
 
 
 class TestPatternModel:
-    """Draws bars whose colours are the digest of the spec, after as long as it is told to take."""
+    """Generates bars whose colours are a digest of the spec, after the given time."""
 
-    __test__ = False  # pytest: the name is the thing's, not a test's
+    __test__ = False  # the name begins with Test, but pytest must not collect it
 
     def __init__(self, timing: PatternTiming) -> None:
         self.timing = timing
         self.facts: dict[str, Any] = {"pipeline": "test card", "options": {}}
 
     def check(self, spec: SampleSpec) -> None:
-        """Any spec will do."""
+        """Accept any spec."""
 
     def draw(self, specs: Sequence[SampleSpec], on_step: OnStep) -> PendingImages:
         began, seconds = time.perf_counter(), self.timing.batch_time_s(specs[0])
         for step in range(1, specs[0].steps + 1):
-            # Up to a moment, not for a while: what sleeps overshoot does not add up.
+            # Sleep until a deadline, not for a duration, so that overshoot does not accumulate.
             left = began + seconds * step / specs[0].steps - time.perf_counter()
             if left > 0:
                 time.sleep(left)
@@ -95,7 +96,7 @@ class TestPatternModel:
 
 
 def render_pattern(spec: SampleSpec) -> Frames:
-    """Bars above, a ramp below; frames of a video differ by a step of the ramp."""
+    """Render bars above a ramp; the frames of a video differ by a shift of the ramp."""
     settings = f"{spec.prompt}\0{spec.negative_prompt}\0{spec.seed}\0{spec.steps}\0{spec.guidance_scale}"
     colours = np.frombuffer(hashlib.sha256(settings.encode()).digest()[: NUM_BARS * 3], np.uint8).reshape(NUM_BARS, 3)
     bars = colours[np.arange(spec.width) * NUM_BARS // spec.width]

@@ -1,1 +1,1 @@
-"""Samples drawn by all ranks of a job, and `halation sample`."""
+"""Sampling on all ranks of a job, and `halation sample`."""

@@ -1,7 +1,7 @@
-"""Sampling on all ranks: batches divided round by round, each drawn by a denoiser.
+"""Sampling on all ranks: batches are assigned in rounds and sampled by a denoiser.
 
-No collective is open while ranks draw (unless the model is sharded, where every forward is one), so a slow sampler
-cannot run into a timeout, and a rank that fails tells the others in a word instead of leaving them at a barrier.
+No collective is in progress while ranks sample (unless the model is sharded and every forward is one). A slow sampler
+therefore cannot cause a timeout, and a rank that fails reports it to the others instead of leaving them at a barrier.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ShareMode = Literal["round", "contiguous"]
 
 
 class BatchClaims:
-    """Batches for this rank, one after the other, for as long as any is left in its own share or in another's.
+    """Yields batches for this rank while any is left in its own share or in another rank's.
 
-    Each share has a counter in the store, which hands out every batch but the first to the rank that asks first. The
-    first is its owner's without asking: however late a rank begins, it draws.
+    Each share has a counter in the store that assigns every batch but the first to the rank that claims it first. The
+    first batch always belongs to the owner of the share, so every rank samples, however late it starts.
     """
 
     def __init__(self, world: World, name: str, num_batches: int) -> None:
@@ -58,11 +58,11 @@ class BatchClaims:
                 yield batch
 
     def stop_stealing(self) -> None:
-        """Take no batch of another rank from now on: a rank whose images fail at once would take everybody's."""
+        """Stop taking batches of other ranks; a rank whose images fail fast would take them all."""
         self.can_steal = False
 
     def close(self) -> None:
-        """Leave nothing to claim, to anybody."""
+        """Claim all remaining batches, so that no rank gets one."""
         for owner, share in enumerate(self.shares):
             self._add_to_counter(owner, len(share))
 
@@ -83,32 +83,35 @@ class BatchClaims:
 
 
 class ImageSink(Protocol):
-    """Where the images of a batch go; what it raises costs that batch and nothing else."""
+    """Receives the images of a batch; an error that it raises fails only that batch."""
 
     def put(self, batch: SampleBatch, images: Mapping[int, np.ndarray], rows: Sequence[SampleRow]) -> None:
-        """Take what was drawn, by its place in the batch; a place without an image has failed."""
+        """Receive images by their index in the batch; an index without an image has failed."""
 
     def finish(self) -> None: ...
 
 
 class BatchDrawer(Protocol):
-    """How one rank draws one batch."""
+    """Samples batches on one rank."""
 
     def draw_batch(
         self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
     ) -> list[SampleRow]:
-        """Draw one batch. A rank without one runs a dummy batch of `template`'s shape, so that collectives match."""
+        """Sample one batch.
+
+        A rank without one runs a dummy batch of the shape of `template`, so that collectives match.
+        """
 
     def preserve_training_state(self) -> AbstractContextManager[None]:
-        """Entered around the drawing, so that the training does not notice it."""
+        """Return a context for sampling that leaves the training state unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """The ranks that draw batches together.
+    """The ranks that sample batches together.
 
-    Batches go round the ranks, or are shared out contiguously; then, unless every forward is a collective, a rank that
-    is done takes over what others have not begun.
+    Batches are assigned round-robin or in contiguous shares. With contiguous shares, unless every forward is a
+    collective, a rank that is done takes over batches that others have not started.
     """
 
     world: World
@@ -120,8 +123,10 @@ class RankGroup:
     def draw_batches(
         self, drawer: BatchDrawer, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
-        """Draw these batches, the same list on every rank; every rank returns the rows of all images that were drawn or
-        failed."""
+        """Sample these batches, the same list on every rank.
+
+        Every rank returns the rows of all images that were sampled or failed.
+        """
         rows: list[SampleRow] = []
         with (
             HeartbeatMonitor(self.world, label, self.timeout_s) as monitor,
@@ -142,8 +147,10 @@ class RankGroup:
         return [row for rank_rows in rows_by_rank for row in rank_rows]
 
     def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
-        """The batches of this rank, in rounds; sharded ranks take a filler where they have none, to keep the others
-        company."""
+        """Yield the batches of this rank, in rounds.
+
+        A sharded rank without a batch yields None and runs a dummy batch, so that collectives match.
+        """
         assign = work_division.round_robin_batch if self.share_mode == "round" else work_division.contiguous_batch
         for turn in range(work_division.num_rounds(num_batches, self.world.size)):
             if self._should_stop():
@@ -154,7 +161,7 @@ class RankGroup:
             yield batch_index
 
     def _iter_claims(self, num_batches: int, label: str, rows: Sequence[SampleRow]) -> Iterator[int]:
-        """The batches of this rank's share, and of others' for as long as everything it drew (`rows`) went well."""
+        """Yield the batches of this rank's share, then of others while none of `rows` failed."""
         claims = BatchClaims(self.world, label, num_batches)
         for batch_index in claims:
             if self._should_stop():
@@ -165,17 +172,17 @@ class RankGroup:
                 claims.stop_stealing()
 
     def _should_stop(self) -> bool:
-        """Between batches a request to stop is granted; sharded ranks must all grant it at once."""
+        """Return True if sampling must stop before the next batch; sharded ranks decide together."""
         if not self.sharded:
             return self.stop() != 0
         return any(self.world.all_gather_object(self.stop()))
 
 
 def find_missing_batches(world: World, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
-    """The batches of which an image is not there, the same list on every rank."""
+    """Return the batches with a missing image, the same list on every rank."""
     missing: list[int] = []
     if world.is_rank_zero:
-        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+        with contextlib.suppress(OSError):  # a disk error must fail the samples, not the training
             sample_folder.create()
         for number, batch in enumerate(batches):
             if not all(is_drawn(sample_folder, spec) for spec in batch.real_specs):
@@ -187,10 +194,10 @@ def find_missing_batches(world: World, sample_folder: SampleFolder, batches: Seq
 def run_phase(
     rows: list[SampleRow], action: Callable[[], Any], mark_failed: Callable[[list[SampleRow], str], None]
 ) -> Any:
-    """Run one phase of one batch; an error costs this batch's images and nothing else."""
+    """Run one phase of one batch; an error fails only the images of this batch."""
     try:
         return action()
-    except Exception as error:  # noqa: BLE001 - whatever an image dies of, the others are drawn
+    except Exception as error:  # noqa: BLE001 - after any error, the other batches are still sampled
         log.debug("while sampling:\n%s", traceback.format_exc())
         mark_failed(rows, f"{type(error).__name__}: {error}")
         return None
@@ -211,7 +218,7 @@ def make_row(spec: SampleSpec, rank: int) -> SampleRow:
 def complete_rows(
     specs: Sequence[SampleSpec], rows: Sequence[SampleRow], sample_folder: SampleFolder
 ) -> list[SampleRow]:
-    """One row a spec, in order: what was drawn now, what was there already, and what is still open."""
+    """Return one row per spec, in order: sampled now, already there, or still open."""
     by_index = {row["index"]: row for row in rows}
     result = []
     for spec in specs:
@@ -223,7 +230,7 @@ def complete_rows(
 
 
 _STORED_AS = {"batch_size": "sheet_size"}
-"""Names in files that differ from those in code."""
+"""Fields whose names in files differ from those in code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,20 +252,20 @@ class SampleSettings:
     compile: bool = False
     deterministic: bool = False
     distilled: dict[str, Any] | None = None
-    """What a student was trained for: `objective` and `steps`. Drawn in other numbers of steps it is another model."""
+    """`objective` and `steps` of a student, which was trained for that number of steps only."""
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as checkpoints, exports and samples.json store them."""
+        """Return the settings as stored in checkpoints, exports and samples.json."""
         return {_STORED_AS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def required_keys(cls) -> set[str]:
-        """Keys without which stored settings are not complete."""
+        """Return the keys that stored settings must have."""
         return {_STORED_AS.get(each.name, each.name) for each in fields(cls) if each.default is MISSING}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> SampleSettings:
-        """The settings that a checkpoint stores; keys of other versions are left out."""
+        """Read the settings of a checkpoint; keys of other versions are ignored."""
         names = {_STORED_AS.get(each.name, each.name): each.name for each in fields(cls)}
         values = {names[key]: value for key, value in stored.items() if key in names}
         return cls(**values | {"prompts": tuple(values["prompts"])})
@@ -280,7 +287,7 @@ class SampleSettings:
 
 
 class DenoiserSampler:
-    """Draws samples of a denoiser on all ranks, each batch in phases: prepare, sample, decode."""
+    """Samples with a denoiser on all ranks, each batch in phases: prepare, sample, decode."""
 
     def __init__(
         self,
@@ -303,7 +310,10 @@ class DenoiserSampler:
         self.uses_guidance = settings.guidance_scale != 1.0
 
     def run(self, sample_folder: SampleFolder, label: str) -> list[SampleRow]:
-        """Draw what is missing in the folder; every rank returns the same rows, one a spec, done, failed or open."""
+        """Sample what is missing in the folder.
+
+        Every rank returns the same rows, one per spec: done, failed or open.
+        """
         specs = self.settings.specs()
         batches = work_division.make_batches(specs, self.settings.batch_size)
         todo = find_missing_batches(self.world, sample_folder, batches)
@@ -320,7 +330,7 @@ class DenoiserSampler:
     def draw_batches(
         self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
-        """Draw these batches, the same list on every rank; every rank returns the rows of all images."""
+        """Sample these batches, the same list on every rank; return the rows of all images."""
         self.num_steps_done = 0
         self.num_steps_total = work_division.num_rounds(len(todo), self.world.size) * self.settings.steps
         rows = self.ranks.draw_batches(self, batches, todo, sink, label)
@@ -331,7 +341,7 @@ class DenoiserSampler:
 
     @contextlib.contextmanager
     def preserve_training_state(self) -> Iterator[None]:
-        """Evaluation mode inside, every module's own mode again afterwards."""
+        """Set evaluation mode, and restore the mode of every module afterwards."""
         modes = [(module, module.training) for module in self.denoiser.module.modules()]
         self.denoiser.module.eval()
         try:
@@ -343,7 +353,10 @@ class DenoiserSampler:
     def draw_batch(
         self, batch: SampleBatch | None, template: SampleBatch, sink: ImageSink, monitor: HeartbeatMonitor
     ) -> list[SampleRow]:
-        """Only an error inside a sharded forward ends the rank; any other costs this batch's images."""
+        """Sample one batch; only an error inside a sharded forward ends the rank.
+
+        Any other error fails the images of this batch.
+        """
         began = time.perf_counter()
         rows = [make_row(spec, self.world.rank) for spec in batch.real_specs] if batch else []
         inputs = run_phase(rows, lambda: self._prepare(batch), self._mark_failed) if batch else None
@@ -373,7 +386,7 @@ class DenoiserSampler:
         for spec, truncated in zip(batch.real_specs, inputs.truncated, strict=False):
             if truncated:
                 log.warning(
-                    "prompt %d is longer than the model reads; its end has no effect: %s", spec.index, spec.prompt[:80]
+                    "prompt %d is longer than the model reads; its end is cut off: %s", spec.index, spec.prompt[:80]
                 )
         return inputs
 
@@ -392,14 +405,14 @@ class DenoiserSampler:
                 ) from error
             monitor.report_failure(f"{type(error).__name__}: {error}")
             raise RankFailure(
-                f"rank {self.world.rank} failed inside a sharded forward while sampling, which no rank can survive:\n"
+                f"rank {self.world.rank} failed inside a sharded forward while sampling; no rank can continue:\n"
                 f"{traceback.format_exc()}"
             ) from error
 
     def _denoise_or_halve(
         self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor
     ) -> torch.Tensor:
-        """The whole batch at once or, where memory runs out, half of it after the other; such images are marked."""
+        """Sample the whole batch, or in halves if memory runs out; such rows have `micro_batch`."""
         before = self.num_steps_done
         try:
             return self._denoise(inputs, monitor)

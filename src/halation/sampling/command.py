@@ -1,4 +1,4 @@
-"""`halation sample`: draw from a checkpoint, on any number of ranks."""
+"""`halation sample`: sample from a checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_NAME_BYTES = 4096
 
 
 def run(config: SampleConfig) -> int:
-    """Draw on ranks that are already there or on ranks started here; exit code 0 only if every image is there."""
+    """Sample on launched ranks or start them; return 0 only if every image exists."""
     check_settings(config)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint))
     devices = (
@@ -52,26 +52,26 @@ def run(config: SampleConfig) -> int:
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> Path:
-    """The folder that is meant; what can be found without torch is said at once."""
+    """Return the folder of a checkpoint argument; check what is possible without torch."""
     folder = resolve_model_path(checkpoint)
-    if folder.name == "latest" and folder.is_file():  # the text file that names the newest one
+    if folder.name == "latest" and folder.is_file():  # a text file with the name of the newest checkpoint
         try:
             folder = folder.parent / read_bytes(folder, _MAX_NAME_BYTES).decode().strip()
         except UnicodeDecodeError as error:
-            raise InputError(f"{folder} holds no text", "the name of a checkpoint", "give its folder") from error
+            raise InputError(f"{folder} is not text", "the name of a checkpoint", "give its folder") from error
     if folder.is_file():
         raise InputError(f"{folder} is a file", "a run, a checkpoint or an export", "give the folder it is in")
     if not folder.is_dir():
         raise InputError(
             f"there is no folder {folder}",
-            f"a run, a checkpoint, an export, or a model of the package: {', '.join(bundled_names())}",
+            f"a run, a checkpoint, an export, or a bundled model: {', '.join(bundled_names())}",
             suggest_model(checkpoint, "check --checkpoint"),
         )
     return folder
 
 
 def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]:
-    """Resolve checkpoint, prompts and output folder; also returned is all that decides the images."""
+    """Resolve checkpoint, prompts and output folder; also return all that decides the images."""
     from halation.models.checkpoint_loading import check_base_exists, weights_digest
 
     folder, recorded = _find_checkpoint(Path(config.checkpoint))
@@ -86,7 +86,7 @@ def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]
 
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint and its sampling settings; retried where a training has just replaced it."""
+    """Find the checkpoint and its sampling settings; retry if a training has just replaced it."""
     from halation.models.checkpoint_loading import find_checkpoint, read_sampling_settings
 
     for _again in range(3):
@@ -100,30 +100,30 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
-    """Images of another model or other settings under the same names would pass for these: refuse the folder."""
+    """Record the settings in the folder; reject images of another model or other settings."""
     record = runs.RunFolder(folder).config
     existing = [
         path.name for name in ("sample_*.png", "sample_*.txt", "grid.png", "samples.json") for path in folder.glob(name)
     ]
     if existing and not record.exists():
         raise InputError(
-            f"{folder} holds {existing[0]}, which `halation sample` did not put there",
-            "an empty folder, or one of its own",
+            f"{folder} contains {existing[0]}, which `halation sample` did not write",
+            "an empty folder, or one that `halation sample` wrote",
             "choose another --output_dir, or leave it out",
         )
     if existing:
         runs.check_unchanged(
             runs.read_json(record).get("fixed", {}),
             identity,
-            f"{folder} holds other images",
-            "an empty folder, or the settings its images were drawn with",
+            f"{folder} contains other images",
+            "an empty folder, or the settings that its images were sampled with",
             "choose another --output_dir, or leave it out",
         )
     runs.write_json_atomic(record, {"job": "sample", "fixed": identity})
 
 
 def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
-    """One rank; under torchrun or srun, where no parent did it, rank 0 also holds the folder."""
+    """Run one rank; under torchrun or srun, rank 0 also locks the folder."""
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world, run_on_rank_zero
 
@@ -132,7 +132,7 @@ def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
         if not has_lock and launcher.RENDEZVOUS_ENV not in os.environ:
 
             def prepare_on_first_rank(_heartbeat: Any) -> dict[str, Any]:
-                """On rank 0 for all: a run that is still training may have another newest checkpoint a moment later."""
+                """Resolve on rank 0 for all ranks: the newest checkpoint of a running training may change."""
                 resolved, identity = _resolve_config(config)
                 assert resolved.output_dir is not None
                 runs.make_folder(resolved.output_dir)
@@ -164,7 +164,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
             settings.steps, settings.guidance_scale, settings.prompts, steps_flag="sample_steps", check_lengths=False
         ):
             sys.stderr.write(f"halation: {warning}\n")
-    if settings.deterministic:  # read by cuBLAS when it is first used
+    if settings.deterministic:  # cuBLAS reads this at first use
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
@@ -175,7 +175,7 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     sample_folder = SampleFolder(folder=folder, suffix="_raw" if config.raw else "", depth=0)
     kind = config.progress if world.is_rank_zero else "none"
     words = "steps" if world.size == 1 else f"steps on each of {world.size} ranks"
-    with StopSignals() as signals, StepProgress(kind, 1, 0, "drawing") as progress:
+    with StopSignals() as signals, StepProgress(kind, 1, 0, "sampling") as progress:
         sampler = DenoiserSampler(
             world,
             denoiser,
@@ -185,34 +185,34 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
             stop=lambda: signals.number,
             on_step=lambda done, total: progress.update(done, words, {}, total),
         )
-        rows = sampler.run(sample_folder, "by hand")
+        rows = sampler.run(sample_folder, "from the checkpoint")
     if world.is_rank_zero:
         publish_index(sample_folder, rows, {"checkpoint": portable_name(checkpoint)})
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
         raise Interrupted(
-            f"stopped with {len(missing)} of {len(rows)} images to go; the same command draws them",
+            f"stopped with {len(missing)} of {len(rows)} images missing; run the same command again to sample them",
             exit_code(signals.number),
         )
     if missing:
         reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
         raise HalationError(
-            f"{len(missing)} of {len(rows)} images are missing; the same command draws them:\n{reasons}"
+            f"{len(missing)} of {len(rows)} images are missing; run the same command again to sample them:\n{reasons}"
         )
     if world.is_rank_zero and config.progress not in ("json", "none"):
         sys.stderr.write(
-            f"{len(rows)} image{'s' if len(rows) > 1 else ''} in {folder}, together in {folder / 'grid.png'}\n"
+            f"{len(rows)} image{'s' if len(rows) > 1 else ''} in {folder}, overview in {folder / 'grid.png'}\n"
         )
 
 
 def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What the run used, with what was asked for on top."""
+    """Return the settings of the run, overridden by those of the command."""
     from halation.prompt_files import collect_prompts
     from halation.sampling.all_rank_sampler import SampleSettings
 
     if not SampleSettings.required_keys() <= recorded.keys():
         raise InputError(
-            f"{config.checkpoint} does not say how it was sampled",
+            f"{config.checkpoint} has no sampling settings",
             "a checkpoint or export of this release",
             "export it again",
         )

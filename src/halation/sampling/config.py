@@ -13,47 +13,47 @@ from halation.config import ABOVE_ZERO, MAX_SEED, setting
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Draw images from a checkpoint on all ranks: the same bytes that training drew, for any number of ranks.
+    """Sample images from a checkpoint on all ranks, bit-identical to those of training.
 
-    What is not given here is taken from the run the checkpoint belongs to.
+    The result does not depend on the number of ranks. Settings that are not given are those of the checkpoint's run.
     """
 
     checkpoint: Annotated[str | Path, tyro.conf.arg(aliases=["--model_path"])]
-    """A checkpoint folder, a run folder (its newest good checkpoint), an export folder, or a model of the package,
-    such as `streets-64`."""
+    """A checkpoint folder, a run folder (its newest valid checkpoint), an export folder, or a bundled model such as
+    `streets-64`."""
     output_dir: Path | None = None
-    """Folder for the images, their prompts, grid.png and samples.json; by default one of their own under outputs/."""
+    """Folder for the images, their prompts, grid.png and samples.json; by default a new folder under outputs/."""
     prompts: tuple[str, ...] = ()
-    """Prompts to draw; by default those of the run."""
+    """Prompts to sample; by default those of the run."""
     prompts_file: str = ""
-    """File of prompts (txt, csv, jsonl, parquet), drawn after those above; `-` is standard input."""
+    """File of prompts (txt, csv, jsonl, parquet), sampled after those above; `-` is standard input."""
     sample_steps: int = setting(0, low=0)
-    """Denoising steps; 0 is what the run used."""
+    """Denoising steps; 0 uses the setting of the run."""
     sample_seed: int = setting(-1, low=-1, high=MAX_SEED)
-    """Image k is drawn from seed sample_seed + k; -1 is what the run used."""
+    """Image k uses the seed sample_seed + k; -1 uses the setting of the run."""
     same_seed: bool | None = None
-    """Draw every prompt from the same seed."""
+    """Use the same seed for every prompt."""
     sampler: Literal["", "euler", "heun", "multistep"] = ""
-    """Solver; empty is what the run used."""
+    """Solver; empty uses the setting of the run."""
     guidance_scale: float = setting(-1.0, low=-1)
-    """Classifier-free guidance; -1 is what the run used."""
+    """Classifier-free guidance; -1 uses the setting of the run."""
     batch_size: int = setting(0, low=0)
-    """Images in a batch; 0 is what the run used. It is part of the image's bits."""
+    """Images per batch; 0 uses the setting of the run. It affects the bits of the images."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
-    """Precision; empty is what the run used."""
+    """Precision; empty uses the setting of the run."""
     compile: bool | None = None
-    """Compile the transformer block; by default as the run did, because compiled images round differently."""
+    """Compile the transformer block; by default as in the run, because compiled blocks round differently."""
     raw: bool = False
-    """Draw from the weights as they are instead of their average."""
+    """Use the raw weights instead of the EMA."""
     nproc: int = 0
-    """Ranks to start on this machine; 0 is one for each GPU, or one without a GPU."""
+    """Ranks to start on this machine; 0 is one per GPU, or one without a GPU."""
     gpu_ids: tuple[int, ...] = ()
-    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    """GPUs to use, numbered as in torch within CUDA_VISIBLE_DEVICES; by default all."""
     oversubscribe: bool = False
     """Allow several ranks on one GPU (over gloo): for tests, not for speed."""
     dist_timeout_s: float = setting(600.0, low=ABOVE_ZERO)
-    """Seconds without progress after which a rank is given up and named."""
+    """Seconds without progress after which a rank is reported as failed."""
     threads: int = setting(0, low=0)
-    """CPU threads a rank computes with; 0 is what the run used. It is part of the image's bits."""
+    """CPU threads per rank; 0 uses the setting of the run. It affects the bits of the images."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
     """auto shows a bar on a terminal and lines elsewhere."""

@@ -1,4 +1,4 @@
-"""A folder of samples: file names, which images exist, and threads that write them."""
+"""A folder of samples: file names, finished images, and the threads that write them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ log = logging.getLogger(__name__)
 
 NUM_WRITERS = 2
 SampleRow = dict[str, Any]
-"""What became of one image."""
+"""The result of one image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankNaming:
-    """Names by the epoch and by a prompt's place in the contiguous shares of the whole list, on any rank; all epochs in
-    one folder."""
+    """File names with epoch, rank and sample number; all epochs are in one folder.
+
+    Rank and number come from dividing the prompt list into contiguous shares, whichever rank samples the image.
+    """
 
     epoch: int
     num_prompts: int
@@ -51,23 +53,24 @@ class RankNaming:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFolder:
-    """Where a folder of samples goes and how its files are called; `label` says whose they are where two stand side by
-    side."""
+    """Location and file names of a folder of samples.
+
+    `label` names the model if its images are shown beside those of another.
+    """
 
     folder: Path
     suffix: str = ""
     naming: Literal["index", "gpu"] | RankNaming = "index"
     label: str = ""
     depth: int = 2
-    """How deep it lies in the folder of its run; 0 for that folder itself, which is never made here: its loss must
-    show."""
+    """Depth below the run folder; 0 is the run folder, which is never created here, so that its loss is noticed."""
 
     def create(self) -> None:
         runs.make_subfolder(self.folder, self.depth)
 
     @property
     def prefix(self) -> str:
-        """What the names of all its files begin with, where the folder holds other samples too."""
+        """Prefix of all its file names, if the folder also contains other samples."""
         return self.naming.prefix if isinstance(self.naming, RankNaming) else ""
 
     @property
@@ -87,11 +90,11 @@ class SampleFolder:
         return self.folder / (f"gpu_{spec.index}_prompt.txt" if self.naming == "gpu" else f"{self._stem(spec)}.txt")
 
     def read_index(self) -> dict[str, Any]:
-        """What samples.json says; nothing where it is missing or damaged."""
+        """Read samples.json; empty if it is missing or damaged."""
         return _read_index(self.index_path)
 
     def clear(self) -> None:
-        """Remove its images and what belongs to them; of a folder of its own, everything."""
+        """Remove its images and their other files, or the whole folder if it is not shared."""
         if not self.prefix:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -110,20 +113,20 @@ class ComparisonImages:
 
 
 def remove_samples_after(samples: Path, step: int) -> None:
-    """Remove the samples of later steps: they will be drawn again, from weights trained again."""
+    """Remove the samples of later steps, which will be trained and sampled again."""
     for folder in samples.glob("step_*"):
         if folder.name > runs.step_name(step) or step < 0:
             shutil.rmtree(folder, ignore_errors=True)
     for path in samples.glob("epoch_*_samples.json"):
         index = _read_index(path)
         if not index and step >= 0:
-            log.warning("%s is damaged: its images stay, since nothing else says which step they are of", path)
+            log.warning("%s is damaged: keeping its images, because their step is unknown", path)
         elif index.get("step", step + 1) > step:
             _remove_files(samples, path.name.removesuffix("samples.json"))
 
 
 def _remove_files(folder: Path, prefix: str) -> None:
-    """samples.json last: what a kill leaves behind is found again by it."""
+    """Remove samples.json last, so that an interrupted removal is found and finished later."""
     paths = sorted(folder.glob(f"{prefix}*"), key=lambda path: path.name.endswith("samples.json"))
     for path in paths:
         with contextlib.suppress(OSError):
@@ -139,7 +142,10 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 class SampleWriter:
-    """Encodes and publishes images in threads while the next ones are drawn; never more than a few wait in memory."""
+    """Encodes and publishes images in threads while the next ones are sampled.
+
+    Only a few images wait in memory.
+    """
 
     def __init__(self, sample_folder: SampleFolder, sampler: str) -> None:
         self.sample_folder = sample_folder
@@ -161,7 +167,7 @@ class SampleWriter:
     def _write(self, spec: SampleSpec, pixels: np.ndarray) -> None:
         fault_point("sample.write")
         data = encode_png(pixels, metadata_texts(spec.as_json(), sampler=self.sampler))
-        for is_last_try in (False, True):  # a full or flickering disk gets a second chance
+        for is_last_try in (False, True):  # retry once: the disk may have been full or unavailable for a moment
             try:
                 runs.write_atomic(self.sample_folder.image_path(spec), data)
                 runs.write_atomic(self.sample_folder.prompt_path(spec), spec.prompt.encode())
@@ -185,7 +191,7 @@ class SampleWriter:
 
 
 def is_drawn(sample_folder: SampleFolder, spec: SampleSpec) -> bool:
-    """Whether the image of this very spec is there, whole, with its prompt beside it."""
+    """Return True if the complete image of exactly this spec exists, with its prompt file."""
     try:
         _, text = read_png(sample_folder.image_path(spec))
         return (
@@ -203,8 +209,10 @@ def publish_index(
     others: Sequence[tuple[SampleFolder, Sequence[SampleRow]]] = (),
     comparison: ComparisonImages | None = None,
 ) -> np.ndarray:
-    """grid.png and samples.json of a folder; returns the grid, in which the images of `comparison` stand next to their
-    own ones."""
+    """Write grid.png and samples.json of a folder, and return the grid.
+
+    In the grid, each image of `comparison` is next to its counterpart.
+    """
     cells, labels, index_rows = [], [], []
     for row_folder, folder_rows in [(sample_folder, rows), *others]:
         for row in folder_rows:
@@ -215,7 +223,7 @@ def publish_index(
             if comparison:
                 path = comparison.files[row["index"]]
                 cells.append(None)
-                with contextlib.suppress(InputError, OSError):  # one that is not there costs its cell alone
+                with contextlib.suppress(InputError, OSError):  # a missing image leaves only its cell empty
                     cells[-1] = read_png(path)[0]
                 labels.append(f"{comparison.label}: {row['prompt']}")
                 index_rows[-1][comparison.label] = os.path.relpath(path, sample_folder.folder)

@@ -1,4 +1,4 @@
-"""Sampling by a function of the caller's: any model, one image a call, on all ranks."""
+"""Sampling with a user function on all ranks: any model, one image per call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from halation.sampling.sample_folder import SampleRow
 log = logging.getLogger(__name__)
 
 Draw = Callable[[str, torch.Generator], Any]
-"""(prompt, generator) -> image; see `as_pixels` for what an image may be."""
+"""(prompt, generator) -> image; see `as_pixels` for the accepted types."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSpec(SampleSpec):
-    """What decides an image besides the weights, as far as its owner tells: size and steps are the business of
-    `draw`."""
+    """Prompt, seed and user settings of an image; size and steps are decided inside `draw`."""
 
     settings: Mapping[str, Any]
     height: int = 0
@@ -54,7 +53,7 @@ class FunctionSpec(SampleSpec):
 
 
 class FunctionSampler:
-    """A drawing by a function of the caller's, whose model may be spread over the ranks in whatever way."""
+    """Samples with a user function, whose model may be distributed over the ranks in any way."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class FunctionSampler:
         timeout_s: float,
         num_forwards: int | None = None,
     ) -> None:
-        """`num_forwards`: how many a whole image takes, where an earlier drawing has told."""
+        """`num_forwards` is the number of forwards per image, if known from earlier sampling."""
         self.world = world
         self.sharded = sharded
         self.ranks = RankGroup(world=world, sharded=sharded, timeout_s=timeout_s, stop=lambda: 0)
@@ -91,11 +90,11 @@ class FunctionSampler:
 
     @contextlib.contextmanager
     def preserve_training_state(self) -> Iterator[None]:
-        """No gradients, evaluation mode, and no autocast but draw's own, which does without the cache of casts.
+        """Disable gradients, autocast and its cache, and set evaluation mode; restore them after.
 
-        Where the caller is inside of an autocast region, draw would find the weights of before they changed there, and
-        training perhaps weights that were cast without gradients. Clearing the cache would do as much, but training
-        would cast again and add its gradients up in another precision.
+        If the caller is inside an autocast region, its cache may contain casts of weights that have changed since, and
+        training could later use weights that were cast without gradients. Clearing the cache would also help, but then
+        training would cast again and accumulate its gradients in another precision. `draw` may enable autocast itself.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -107,14 +106,13 @@ class FunctionSampler:
 
     @contextlib.contextmanager
     def _track_forwards(self) -> Iterator[None]:
-        """Hear of every forward: it is progress, and an error inside a sharded one is another matter than one
-        outside."""
+        """Track every forward, for heartbeats and to distinguish errors inside a sharded forward."""
         modules = {
             part
             for whole in self.modules
             for part in (whole.modules() if self.sharded else (whole, unwrap_model(whole)))
         }
-        # Before the hooks that gather shards, which is where a sharded forward fails.
+        # prepend: run before the hooks that gather shards, in which a sharded forward fails.
         handles = [part.register_forward_pre_hook(self._on_forward_start, prepend=True) for part in modules]
         handles += [part.register_forward_hook(self._on_forward_end) for part in modules]
         try:
@@ -127,10 +125,10 @@ class FunctionSampler:
         if isinstance(module, DistributedDataParallel) and self.world.size > 1 and not self.sharded:
             raise InputError(
                 "draw calls the DistributedDataParallel wrapper, whose forward may wait for other ranks",
-                "the model itself, because ranks draw apart",
-                "call model.module inside of draw",
+                "the module itself, because ranks sample independently",
+                "call model.module inside draw",
             )
-        self._num_started += not self._forward_depth  # parts of a forward are not forwards
+        self._num_started += not self._forward_depth  # nested forwards do not count
         self._forward_depth += 1
         self._heartbeat()
 
@@ -163,21 +161,24 @@ class FunctionSampler:
         fault_point("sample.forward")
         rng.seed_for_image(spec.seed)
         for module in self.modules:
-            module.eval()  # again: the draw before may have ended with train()
+            module.eval()  # again: the previous call of draw may have ended with train()
         try:
             image = self.draw(spec.prompt, torch.Generator(device="cpu").manual_seed(spec.seed))
             self.num_forwards = self._num_started
             return as_pixels(image)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # training needs it next
+            torch.cuda.empty_cache()  # training needs the memory next
             raise
 
     def _draw_sharded(self, spec: SampleSpec, rows: list[SampleRow], monitor: HeartbeatMonitor) -> np.ndarray | None:
-        """A sharded model's image. Peers wait inside its forwards, so an error amid them is everybody's; one before or
-        after is not."""
+        """Sample an image of a sharded model.
+
+        Other ranks wait inside its forwards, so an error between them fails all ranks; an error before the first or
+        after the last costs only this image.
+        """
         try:
             return self._draw_pixels(spec)
-        except Exception as error:  # noqa: BLE001 - whatever an image dies of
+        except Exception as error:  # noqa: BLE001 - draw may raise anything
             self._raise_if_forwards_owed(error, monitor)
             log.debug("while sampling:\n%s", traceback.format_exc())
             self._mark_failed(rows, f"{type(error).__name__}: {error}")
@@ -186,26 +187,30 @@ class FunctionSampler:
         return None
 
     def _draw_filler(self, monitor: HeartbeatMonitor) -> None:
-        """An image that is thrown away, so that its forwards meet those of the others: of the first prompt that gets
-        as far as one."""
+        """Sample an image and discard it, so that the number of forwards matches the other ranks.
+
+        It uses the first prompt that gets as far as a forward.
+        """
         reason = ""
         for spec in self.filler_specs:
             try:
                 self._draw_pixels(spec)
-            except Exception as error:  # noqa: BLE001 - see _together
+            except Exception as error:  # noqa: BLE001 - draw may raise anything
                 self._raise_if_forwards_owed(error, monitor)
                 reason = f"{type(error).__name__}: {error}"
             if self._num_started:
                 return
         self._report_failure(reason, monitor)
         raise RankFailure(
-            f"rank {self.world.rank} cannot make the forwards that the others wait for: "
+            f"rank {self.world.rank} cannot run the forwards that the other ranks wait for: "
             f"no forward of `model` in draw ({reason})"
         )
 
     def _raise_if_forwards_owed(self, error: Exception, monitor: HeartbeatMonitor) -> None:
-        """Raise where this rank owes the others forwards: inside of one, or not known to have made all of an
-        image's."""
+        """Raise if other ranks still wait for forwards of this rank.
+
+        That is the case inside a forward, or if it may not have run all forwards of an image.
+        """
         if not self._forward_depth and self._num_started in (0, self.num_forwards):
             return
         if isinstance(error, RuntimeError) and is_lost_peer_message(str(error)):
@@ -219,12 +224,11 @@ class FunctionSampler:
             else f"after {self._num_started} of an image's sharded forwards"
         )
         raise RankFailure(
-            f"rank {self.world.rank} failed {where} while sampling, which no rank can survive:\n"
-            f"{traceback.format_exc()}"
+            f"rank {self.world.rank} failed {where} while sampling; no rank can continue:\n{traceback.format_exc()}"
         ) from error
 
     def _report_failure(self, reason: str, monitor: HeartbeatMonitor) -> None:
-        """Leave word for those who miss this rank in a forward, and for those who only wait for its rows."""
+        """Report the failure to ranks that wait in a forward and to ranks that wait for its rows."""
         monitor.report_failure(reason)
         with contextlib.suppress(RuntimeError):
             monitor.publish_result([{"state": "ended", "rank": self.world.rank, "reason": reason}])
@@ -237,10 +241,10 @@ class FunctionSampler:
 
 
 def as_pixels(image: Any) -> np.ndarray:
-    """RGB bytes, height by width by 3, of what `draw` returned.
+    """Convert the result of `draw` to RGB bytes (height, width, 3).
 
-    A PIL image; or an array, height by width (by channels); or a tensor, channels by height by width; of one image,
-    grey or RGB, as bytes or as floats from 0 to 1, which are clamped.
+    Accepted are a PIL image, an array (height, width) or (height, width, channels), or a tensor (channels, height,
+    width) of one image, grey or RGB, as bytes or as floats from 0 to 1, which are clamped.
     """
     if isinstance(image, Image.Image):
         return np.asarray(image.convert("RGB"))
@@ -257,7 +261,7 @@ def as_pixels(image: Any) -> np.ndarray:
         raise _not_an_image_error(image)
     if values.dtype.kind == "f":
         if not np.isfinite(values).all():
-            raise InputError("draw returned values that are not finite", "numbers from 0 to 1", "look at the model")
+            raise InputError("draw returned values that are not finite", "numbers from 0 to 1", "check the model")
         values = np.rint(np.clip(values, 0.0, 1.0) * 255.0)
     elif values.dtype != np.uint8:
         raise _not_an_image_error(image)

@@ -1,4 +1,4 @@
-"""`RankSampler`: samples from every rank of a training loop that is not Halation's."""
+"""`RankSampler`: samples on every rank of a training loop outside Halation."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What became of one image."""
+    """The result of one image."""
 
     index: int
     prompt: str
     seed: int
     state: Literal["done", "failed"]
     file: Path | None
-    """Where the image is; None where it failed."""
+    """The image file; None if it failed."""
     reason: str
-    """Why it failed; empty where it is done."""
+    """Why it failed; empty if it is done."""
     rank: int
-    """Who drew it; -1 where it was there already and that is not known."""
+    """The rank that sampled it; -1 if the image already existed and the rank is unknown."""
     seconds: float
 
     @classmethod
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class _SamplerSettings:
-    """Everything that decides the images besides weights and `draw`, as plain JSON."""
+    """Everything besides weights and `draw` that decides the images, as plain JSON."""
 
     prompts: list[str]
     seed: int
@@ -84,7 +84,7 @@ class _SamplerSettings:
 
 
 class RankSampler:
-    """Draws a list of prompts on all ranks of any training loop, and leaves the training as it was.
+    """Samples prompts on all ranks of any training loop, without changing the training.
 
         sampler = RankSampler(lambda prompt, generator: pipe(prompt, generator=generator).images[0],
                               ["a red car", "a blue car"], "runs/mine", seed=0, model=model, every=100)
@@ -92,33 +92,33 @@ class RankSampler:
             ...
             sampler(step)  # on every rank
 
-    Prompts are divided round the ranks. Each image is published whole under `out/samples/step_0000100/`, with its
-    prompt beside it and its spec inside; `grid.png` and `samples.json` come last. `halation gallery` shows `out` as a
-    run. An image that cannot be drawn is reported, and training goes on. No group of the trainer's has a collective
-    open meanwhile, unless the model is sharded.
+    Prompts are assigned to ranks in turn. Each image is published atomically under `out/samples/step_0000100/`, with
+    its prompt in a file beside it and its spec in its metadata; `grid.png` and `samples.json` are written last.
+    `halation gallery` shows `out` as a run. An image that fails is logged, and training continues. While ranks sample,
+    no process group of the trainer has a collective in progress, unless the model is sharded.
 
     draw: `draw(prompt, generator)` returns one image: a PIL image, an array (height, width, 3) or a tensor (3, height,
-        width), of bytes or of floats from 0 to 1. The generator is a CPU generator made of the image's seed: with noise
-        from it, and nothing else that depends on the rank, an image is the same on any number of ranks. It is called
-        without gradients and without autocast. With DistributedDataParallel it must use the model inside of the
+        width), of bytes or of floats from 0 to 1. The generator is a CPU generator seeded with the image's seed. If all
+        noise comes from it and nothing else depends on the rank, an image is the same on any number of ranks. `draw` is
+        called without gradients and without autocast. With DistributedDataParallel it must use the module inside the
         wrapper.
-    prompts: what to draw, one image each.
-    out: a folder of the sampler's own, which becomes a run.
-    seed: image k has seed + k, or all have `seed` with `same_seed`.
-    model: the module or modules that `draw` uses: in evaluation mode while it draws, every part in its own mode again
-        afterwards.
-    every: draw at steps that are multiples of this; other calls return at once.
-    weights: called to make a context in which the weights to draw with are in place, for example an average of them.
-    sharded: whether every forward is a collective (FSDP2, ZeRO-3), so that all ranks must make equally many. Seen on
-        the weights of `model` where it is not told. Ranks without a prompt then draw one that is thrown away.
-    settings: whatever else decides the images (plain JSON): written into every image. Images with other settings are
-        drawn again.
-    again: draw also what is there already. Otherwise the step that a process calls first is not drawn again where it is
-        complete; later steps are, with everything after them forgotten, because their weights were trained again. So
-        `out` belongs to one training: a second one is refused while the process of the first lives and refers to its
-        sampler.
-    timeout_s: a rank that has made no progress for so long, no forward of `model` and no image, is named and the call
-        raises. A rank that ended, was killed or left `draw` by `sys.exit` or Ctrl+C is named within seconds.
+    prompts: the prompts, one image each.
+    out: a folder for the sampler alone, which becomes a run.
+    seed: image k uses seed + k, or all images use `seed` with `same_seed`.
+    model: the module or modules that `draw` uses. They are in evaluation mode while sampling; afterwards every
+        submodule is back in its own mode.
+    every: sample at steps that are multiples of this; other calls return immediately.
+    weights: returns a context in which the weights for sampling are in place, for example the EMA.
+    sharded: True if every forward is a collective (FSDP2, ZeRO-3), so that all ranks must run equally many. By default
+        it is detected from the weights of `model`. Ranks without a prompt then sample one and discard the image.
+    settings: anything else that decides the images (plain JSON), written into every image. Images with other settings
+        are sampled again.
+    again: also sample images that exist. Otherwise the first step that a process samples is skipped if it is complete.
+        Later steps are always sampled, and samples of steps after them are removed, because their weights were trained
+        again. Therefore `out` belongs to one training: a second one is rejected while the process of the first is alive
+        and holds a reference to its sampler.
+    timeout_s: a rank without progress for this time (no forward of `model`, no image) is reported, and the call raises.
+        A rank that exited, was killed or left `draw` by `sys.exit` or Ctrl+C is reported within seconds.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class RankSampler:
         self.timeout_s = timeout_s
         self._settings = _make_settings(prompts, seed, same_seed, settings)
         if every < 1:
-            raise InputError(f"every={every}", "a number of steps, at least 1", "leave sampler(step) out to draw never")
+            raise InputError(
+                f"every={every}", "a number of steps, at least 1", "to sample never, do not call sampler(step)"
+            )
         _check_folder(self.run)
         self._folder_lock: Any = None
         self._last_step: int | None = None
@@ -155,7 +157,7 @@ class RankSampler:
         _check_not_fsdp1(self.modules)
 
     def use(self, model: nn.Module) -> None:
-        """Take this module for the one that draws, where none was named."""
+        """Set the module that `draw` uses, if none was given."""
         self.modules = self.modules or (model,)
         _check_not_fsdp1(self.modules)
 
@@ -163,16 +165,18 @@ class RankSampler:
         return step % self.every == 0
 
     def __call__(self, step: SupportsIndex, *, loss: SupportsFloat | None = None) -> tuple[Sample, ...]:
-        """Draw the samples of this step, if any are due. Called on every rank, which all return the same; `loss` is
-        shown beside them."""
+        """Sample this step if it is due; call this on every rank.
+
+        All ranks return the same samples. The gallery shows `loss` beside them.
+        """
         step = _check_step(step)
         is_later_step = self._last_step is not None and step > self._last_step
         self._last_step = step if self._last_step is None else max(step, self._last_step)
         if not self.is_due(step):
             return ()
         metrics = {} if loss is None else {"loss": _finite_loss(loss)}
-        _check_not_fsdp1(self.modules)  # again: a trainer may have wrapped what it was given
-        self._reshard_modules()  # or FSDP2's weights would pass for whole ones after a forward without a backward
+        _check_not_fsdp1(self.modules)  # again: a trainer may have wrapped the modules meanwhile
+        self._reshard_modules()  # after a forward without a backward, FSDP2 weights are unsharded
         size = _world_size()
         rank = dist.get_rank() if size > 1 or dist.is_initialized() else 0
         with external_world(rank, size, torch.device("cpu"), self.timeout_s) as world:
@@ -180,13 +184,13 @@ class RankSampler:
             other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
             if other is not None:
                 raise RankFailure(
-                    f"rank {other} samples step {steps[other]} where rank 0 samples step {steps[0]}: "
+                    f"rank {other} samples step {steps[other]}, but rank 0 samples step {steps[0]}: "
                     "sampler(step) needs the same step on every rank"
                 )
             sample_folder = SampleFolder(folder=self.run.samples_at(step))
             run_on_rank_zero(
                 world,
-                f"begin of step {step}",
+                f"start of step {step}",
                 lambda _: self._prepare_step(sample_folder, step, is_later_step),
                 self.timeout_s,
             )
@@ -216,11 +220,11 @@ class RankSampler:
             _read_complete_rows(sample_folder, specs) if world.is_rank_zero and not todo else None
         )
         if existing_rows is not None:
-            log.info("samples of step %d are there already", step)
+            log.info("samples of step %d already exist", step)
             return existing_rows
         metadata = {"step": step, "settings": self._settings.as_json()}
         if world.is_rank_zero:
-            with self._log_errors(f"samples of step {step} are not shown as coming"):
+            with self._log_errors(f"the gallery does not show that samples of step {step} are in progress"):
                 write_json_with_digest(sample_folder.index_path, {**metadata, "samples": []})
         log.info("Generating samples: %d of %d images on %d ranks (step %d)", len(todo), len(specs), world.size, step)
         with self._swap_weights() if todo else contextlib.nullcontext():
@@ -237,7 +241,10 @@ class RankSampler:
 
     @contextlib.contextmanager
     def _swap_weights(self) -> Iterator[None]:
-        """The weights to draw with; shards are given back on both sides, or who swaps weights would meet whole ones."""
+        """Put the weights for sampling in place.
+
+        Modules are resharded before and after, so that the context swaps shards and not whole weights.
+        """
         self._reshard_modules()
         with self.weights():
             try:
@@ -250,15 +257,15 @@ class RankSampler:
             reshard(module)
 
     def _prepare_step(self, sample_folder: SampleFolder, step: int, is_later_step: bool) -> None:
-        """What makes the folder a run for the gallery; and what another past of this training left is forgotten.
+        """Make the folder a run for the gallery, and remove samples that are out of date.
 
-        A process that came to this step from an earlier one has trained its weights again. The step it was started at
-        may be complete.
+        If this process has sampled or skipped an earlier step, the weights of this step were trained again. The step
+        at which it started may be complete.
         """
         if self._folder_lock is None:
             self._open_run()
         if is_later_step:
-            with self._log_errors("samples of later steps stay"):
+            with self._log_errors("samples of later steps are not removed"):
                 remove_samples_after(self.run.samples, step - 1)
                 if self.run.metrics.exists():
                     MetricsFile(self.run.metrics).truncate_after(step - 1)
@@ -266,7 +273,7 @@ class RankSampler:
             sample_folder.clear()
 
     def _open_run(self) -> None:
-        """Hold the folder against another training; a disk that cannot be used is none of that."""
+        """Lock the folder against another training; a disk error is only logged."""
         try:
             self.run.folder.mkdir(parents=True, exist_ok=True)
             self._folder_lock = hold_folder(self.run.folder)
@@ -289,8 +296,8 @@ class RankSampler:
         with self._log_errors(f"the samples of step {metadata['step']} are not listed"):
             publish_index(sample_folder, rows, {**metadata, **metrics})
         with self._log_errors(f"step {metadata['step']} has no line in {self.run.metrics.name}"):
-            # One line a step, in order; lines of later steps stay where only what was missing of an earlier one was
-            # drawn.
+            # One line per step, in order. Lines of later steps stay if only missing images of an earlier step were
+            # sampled.
             file, step = MetricsFile(self.run.metrics), metadata["step"]
             later_rows = [line for line in file.read_rows() if line.get("step", 0) >= step]
             if later_rows:
@@ -300,14 +307,14 @@ class RankSampler:
 
     @contextlib.contextmanager
     def _log_errors(self, what: str) -> Iterator[None]:
-        """A disk, a damaged file, an image that was removed meanwhile: none of these may end a training."""
+        """Log errors (disk, damaged file, removed image) instead of ending the training."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or error
-            log.error("cannot write to directory %s: %s; %s, training goes on", self.run.folder, reason, what)
+            log.error("cannot write to directory %s: %s; %s, training continues", self.run.folder, reason, what)
         except Exception as error:  # noqa: BLE001 - see above
-            log.error("%s, training goes on: %s: %s", what, type(error).__name__, error)
+            log.error("%s, training continues: %s: %s", what, type(error).__name__, error)
 
 
 def _check_step(step: SupportsIndex) -> int:
@@ -316,12 +323,14 @@ def _check_step(step: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise InputError(f"step {step!r}", "a whole number from 0", "call sampler(step) with the number of updates")
+        raise InputError(
+            f"step {step!r}", "an integer of at least 0", "call sampler(step) with the number of optimizer steps"
+        )
     return number
 
 
 def _finite_loss(loss: SupportsFloat) -> float | None:
-    """What JSON can hold; a loss that is not finite is shown as none."""
+    """Return the loss as a float for JSON, or None if it is not finite."""
     try:
         number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -330,7 +339,7 @@ def _finite_loss(loss: SupportsFloat) -> float | None:
 
 
 def _check_not_fsdp1(modules: Sequence[nn.Module]) -> None:
-    # By the name, because importing the class takes long and few programs have it.
+    # Compare names, because importing the class is slow and few programs use it.
     names = {base.__name__ for module in modules for part in module.modules() for base in type(part).__mro__}
     if "FullyShardedDataParallel" in names:
         raise InputError(
@@ -346,59 +355,62 @@ def _make_settings(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     wrong = next((prompt for prompt in texts if not isinstance(prompt, str)), None)
     if wrong is not None:
-        raise InputError(f"a prompt of the type {type(wrong).__name__}", "texts", "pass prompts=['a red car', ...]")
-    for prompt in texts:  # an argument of a command may have been bytes of another encoding
+        raise InputError(f"a prompt of the type {type(wrong).__name__}", "strings", "pass prompts=['a red car', ...]")
+    for prompt in texts:  # a command-line argument may contain bytes of another encoding
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            action = "correct the characters that are no text"
-            raise InputError(f"the prompt {prompt!r}", "text that UTF-8 can hold", action) from None
+            action = "correct the invalid characters"
+            raise InputError(f"the prompt {prompt!r}", "text that can be encoded as UTF-8", action) from None
     if not 0 <= seed <= MAX_SEED - len(texts):
         raise InputError(
-            f"seed={seed}", "a whole number from 0 that leaves room for the prompts below 2**63", "pass seed=0"
+            f"seed={seed}", "an integer of at least 0, with seed + number of prompts below 2**63", "pass seed=0"
         )
     try:
         user_settings = json.loads(json.dumps(dict(settings or {}), allow_nan=False, ensure_ascii=False).encode())
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"settings that are not JSON ({error})", "numbers, texts, lists", "pass plain values"
+            f"settings that are not JSON ({error})", "numbers, strings, lists", "pass plain values"
         ) from None
     return _SamplerSettings(prompts=texts, seed=seed, same_seed=same_seed, user_settings=user_settings)
 
 
 def _check_folder(run: RunFolder) -> None:
-    """A record of another program (a run of ours, the config.json of a saved model) is not written over."""
+    """Reject a folder with a config.json of something else, such as a run or a saved model."""
     try:
         record = read_json(run.config)
     except OSError:
-        return  # nothing is there; or a disk that cannot be used, which the first drawing tells
+        return  # no such file, or a disk error, which the first sampling reports
     except ValueError:
         record = None
     settings = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(settings, dict) or settings.get("trainer") != EXTERNAL_TRAINER:
         raise InputError(
             f"{run.config} belongs to something else",
-            "a folder of the sampler's own",
+            "a folder for the sampler alone",
             f"pass out={str(run.folder / 'halation')!r}",
         )
 
 
 def _world_size() -> int:
-    """Of the group that the trainer has made. Ranks without one would each draw everything, into the same files."""
+    """Return the size of the trainer's process group, or raise if the ranks have none.
+
+    Ranks without a group would each sample everything into the same files.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
         raise InputError(
             f"WORLD_SIZE is {size}, but torch.distributed is not initialised",
-            "ranks that know each other",
+            "an initialised process group",
             "call torch.distributed.init_process_group before the first sampler(step)",
         )
     return 1
 
 
 def _read_complete_rows(sample_folder: SampleFolder, specs: Sequence[FunctionSpec]) -> list[SampleRow] | None:
-    """The rows of a step that is complete, which its images alone do not make it."""
+    """Return the rows of a complete step, or None; existing images alone are not enough."""
     rows = sample_folder.read_index().get("samples")
     if not isinstance(rows, list) or len(rows) != len(specs):
         return None

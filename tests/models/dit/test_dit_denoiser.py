@@ -45,7 +45,7 @@ def test_captions_become_tokens_where_the_model_reads_text(denoiser: DiTDenoiser
 
 
 def test_another_size_than_the_model_s_is_refused_with_the_right_one(denoiser: DiTDenoiser) -> None:
-    with pytest.raises(InputError, match=r"32 x 32[\s\S]*16 x 16, the size this model was made for"):
+    with pytest.raises(InputError, match=r"32 x 32[\s\S]*16 x 16, the size of this model"):
         denoiser.sample_shape(32, 32)
 
 

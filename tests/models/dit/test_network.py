@@ -235,7 +235,7 @@ def test_shard_units_are_disjoint_and_called_as_wholes(denoiser: DiTDenoiser) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"height": 30}, "30 x 32 that patches of 4 do not divide"),
+        ({"height": 30}, "30 x 32 that is not divisible by the patch size 4"),
         ({"heads": 7}, "with 7 heads"),
         ({"num_register_tokens": -1}, "num_register_tokens is -1"),
         ({"vocabulary_size": 0}, "text conditioning with 0 words"),

@@ -50,7 +50,7 @@ def test_of_many_words_and_of_long_ones_a_few_are_shown_and_images_are_words_too
 
 def test_a_prompt_that_is_longer_than_the_model_reads_is_counted() -> None:
     assert said("A rural road " * 20, "A rural road") == [
-        "1 of 2 prompts is longer than streets-64 reads: the end has no effect"
+        "1 of 2 prompts is longer than streets-64 reads: the end is cut off"
     ]
     assert list(find_prompt_warnings(MODEL, "streets-64", ["A rural road " * 20], check_lengths=False)) == []
 

@@ -35,16 +35,16 @@ def reopen(family: str, **options: Any) -> Any:
         ("flux", {"height": 24}, "multiples of 16"),
         ("wan", {"height": 8, "width": 8}, "nearest size is 16 x 16"),
         ("sd3", {"height": 0}, "multiples of 16"),
-        ("sd3", {"height": 512}, "at most 256 on a side"),
+        ("sd3", {"height": 512}, "at most 256 pixels per side"),
         ("stable_diffusion", {"height": 36}, "multiples of 8"),
-        ("hunyuan", {"num_frames": 5}, "it draws images"),
-        ("wan", {"num_frames": 0}, "it draws images"),
+        ("hunyuan", {"num_frames": 5}, "it generates images"),
+        ("wan", {"num_frames": 0}, "it generates images"),
         ("wan", {"num_frames": 7}, "nearest are 5 and 9"),
         ("hunyuan", {"steps": 0}, "at least 1"),
-        ("hunyuan", {"steps": 2000}, "a number of steps the scheduler can make"),
+        ("hunyuan", {"steps": 2000}, "a number of steps that the scheduler supports"),
         ("pixart", {"steps": 1}, "at least 2 steps"),
         ("hunyuan", {"guidance_scale": float("nan")}, "--guidance_scale nan"),
-        ("flux", {"negative_prompt": "blue"}, "would not look at it[\\s\\S]*true_cfg_scale"),
+        ("flux", {"negative_prompt": "blue"}, "would ignore it[\\s\\S]*true_cfg_scale"),
     ],
 )
 def test_a_spec_the_pipeline_cannot_draw_is_refused_with_what_it_can(
@@ -116,7 +116,7 @@ def test_values_the_pipelines_call_does_not_accept_are_refused_at_the_rehearsal(
     family: str, arguments: dict[str, Any], message: str
 ) -> None:
     model = reopen(family, arguments=arguments)
-    refusal = pytest.raises(InputError, match=rf"does not draw with --pipeline_args {message}[\s\S]*leave them out")
+    refusal = pytest.raises(InputError, match=rf"failed with --pipeline_args {message}[\s\S]*leave them out")
     with refusal, force_eager():
         drawn(model, specs("a dog", "a cat"))
 
@@ -137,7 +137,7 @@ def test_guidance_that_changes_nothing_is_said_once(tmp_path: Path, caplog: pyte
         for spec in specs("a dog", "a cat"):
             model.check(spec)
     assert [record.getMessage() for record in caplog.records] == [
-        "FluxPipeline has no guidance: --guidance_scale changes nothing"
+        "FluxPipeline has no guidance: --guidance_scale has no effect"
     ]
 
 

@@ -123,7 +123,7 @@ def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they
     for num_steps in range(1, 9):
         if num_steps in refused:
             even = ", ".join(str(number) for number in range(1, 9) if number not in refused)
-            with pytest.raises(InputError, match=f"--student_steps {num_steps} of a table of {levels}") as refusal:
+            with pytest.raises(InputError, match=f"--student_steps {num_steps} for a table of {levels}") as refusal:
                 few_step_scheduler(table, family, num_steps, num_tokens=64)
             assert refusal.value.action == f"use one of {even}"
             continue

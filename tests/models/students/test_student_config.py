@@ -107,9 +107,9 @@ def test_a_file_may_leave_everything_to_the_teacher(tmp_path: Path) -> None:
         ('{"layers": []}', "layers is []", "change layers"),
         ('{"layers": [1, -1]}', r"layers is [1, -1]", "change layers"),
         ('{"layers": 4}', "layers is 4", "change layers"),
-        ('{"patch": 2, "patch_size": 2}', "patch_size twice", "take one"),
+        ('{"patch": 2, "patch_size": 2}', "patch_size twice", "remove one"),
         ('{"layers": [0, 1], "depth": 3}', "depth 3 with 2 layers", "leave depth out"),
-        ("[64]", "holds list", "braces"),
+        ("[64]", "contains a list", "braces"),
         ("{width: 64}", "is not JSON", "correct"),
     ],
 )
@@ -133,17 +133,17 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     ("pipeline", "asked", "words"),
     [
         ("WanPipeline", {"latent_channels": 4}, "the student has 4 latent channels, the teacher 16"),
-        ("WanPipeline", {"text_width": 768}, "the student has texts of 768 channels, the teacher 4096"),
+        ("WanPipeline", {"text_width": 768}, "the student has text embeddings of 768 channels, the teacher 4096"),
         ("FluxPipeline", {"latent_channels": 64}, "the student has 64 latent channels, the teacher 16"),
         ("FluxPipeline", {"patch_size": 1}, "the student has patches of 1, the teacher 2"),
         ("StableDiffusion3Pipeline", {"mlp_ratio": 2.5}, "the student has an mlp_ratio of 2.5, the teacher 4"),
-        ("PixArtSigmaPipeline", {"family": "sd3"}, "family sd3, of a teacher of the family pixart"),
-        ("WanPipeline", {"width": 1536}, "1536 wide with 40 heads"),
+        ("PixArtSigmaPipeline", {"family": "sd3"}, "family sd3 for a teacher of the family pixart"),
+        ("WanPipeline", {"width": 1536}, "width 1536 with 40 heads"),
         ("HunyuanDiTPipeline", {"width": 96, "heads": 16}, "heads 6 wide"),
         ("WanPipeline", {"width": 60, "heads": 20}, "heads 3 wide"),
         ("FluxPipeline", {"width": 96, "heads": 24}, "heads 4 wide"),
-        ("PixArtSigmaPipeline", {"width": 90, "heads": 15}, "a student 90 wide"),
-        ("PixArtAlphaPipeline", {"width": 1136}, "a student 1136 wide"),
+        ("PixArtSigmaPipeline", {"width": 90, "heads": 15}, "a student of width 90"),
+        ("PixArtAlphaPipeline", {"width": 1136}, "a student of width 1136"),
         ("WanPipeline", {"layers": (0, 40)}, "layer 40 of a teacher that has 40"),
         ("FluxPipeline", {"layers": (19, 56)}, "of FLUX"),
         ("FluxPipeline", {"layers": (0, 30, 1)}, "of FLUX"),
@@ -199,7 +199,7 @@ def test_a_dit_may_read_with_fewer_channels_but_works_in_the_same_latents() -> N
         dit_config(dit(), StudentConfig(latent_channels=16))
     with pytest.raises(InputError, match="the student has an mlp_ratio of 2, the teacher 4"):
         dit_config(dit(), StudentConfig(mlp_ratio=2.0))
-    with pytest.raises(InputError, match="patches of 5"):
+    with pytest.raises(InputError, match="patch size 5"):
         dit_config(dit(), StudentConfig(patch_size=5))
 
 

@@ -178,11 +178,11 @@ def test_an_export_of_a_student_of_two_experts_knows_no_second_one(tmp_path: Pat
 def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
     with pytest.raises(InputError, match="--student_init random"):
         student_of("sd3", lora=LoraSettings(rank=2), init="random")
-    with pytest.raises(InputError, match=r"another shape \(width 16, heads 2\)"):
+    with pytest.raises(InputError, match=r"another architecture \(width 16, heads 2\)"):
         student_of("sd3", {"width": 16, "heads": 2}, lora=LoraSettings(rank=2))
     with pytest.raises(InputError, match="the student has 16 latent channels, the teacher 4"):
         student_of("sd3", {"latent_channels": 16})
-    with pytest.raises(InputError, match="cannot be trained here"):
+    with pytest.raises(InputError, match="cannot be trained"):
         student_of("sana")
     with pytest.raises(InputError, match=r"model_index\.json"):
         student_of(Path("/nowhere"))

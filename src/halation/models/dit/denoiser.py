@@ -1,4 +1,4 @@
-"""The DiT family behind the Denoiser protocols, with its tokenizer and image space."""
+"""The DiT family: implements the Denoiser protocols with its tokenizer and image space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from halation.sample_specs import SampleBatch
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseInputs:
-    """Everything that sampling one batch needs, on the device."""
+    """All inputs for sampling one batch, on the device."""
 
     noise: Tensor
     condition: Condition
@@ -52,7 +52,7 @@ class NoiseInputs:
 
 
 class DiTDenoiser:
-    """A DiT with what it needs to read prompts and to make pixels."""
+    """A DiT with its tokenizer or class names and its image space."""
 
     name = "Halation DiT"
     guidance_kind: GuidanceKind = "pair"
@@ -66,13 +66,13 @@ class DiTDenoiser:
         class_names: Sequence[str] = (),
     ) -> None:
         if config.conditioning == "text" and (tokenizer is None or tokenizer.vocabulary_size != config.vocabulary_size):
-            raise ValueError("a model that reads text needs the tokenizer its vocabulary_size was taken from")
+            raise ValueError("a text-conditional model needs the tokenizer that matches its vocabulary_size")
         if tokenizer is not None and tokenizer.max_tokens != config.max_tokens:
-            raise ValueError(f"a tokenizer of {tokenizer.max_tokens} tokens in a model of {config.max_tokens}")
+            raise ValueError(f"a tokenizer of {tokenizer.max_tokens} tokens for a model of {config.max_tokens}")
         if config.conditioning == "class" and len(class_names) != config.num_classes:
             raise ValueError(f"{len(class_names)} class names for {config.num_classes} classes")
         if config.channels != space.channels:
-            raise ValueError(f"a model of {config.channels} channels in a space of {space.channels}")
+            raise ValueError(f"a model of {config.channels} channels for a space of {space.channels}")
         self.config = config
         module = DiT(config)
         self.module: nn.Module = module
@@ -87,7 +87,7 @@ class DiTDenoiser:
         self.num_blocks = config.depth
 
     def init_weights(self, seed: int) -> DiTDenoiser:
-        """Fresh weights on the CPU from a seed."""
+        """Initialize the weights on the CPU from a seed."""
         assert isinstance(self.module, DiT)
         self.module.init_weights(seed)
         return self
@@ -103,7 +103,7 @@ class DiTDenoiser:
         return {"label": torch.tensor(list(labels), dtype=torch.int64)}
 
     def _class_id(self, prompt: str) -> int:
-        """A class by its name, or by its number; the empty prompt is no class at all."""
+        """Return the class of a name or a number; the empty prompt is the null class."""
         name = prompt.strip()
         if not name:
             return self.config.num_classes
@@ -113,7 +113,7 @@ class DiTDenoiser:
             return int(name)
         near = difflib.get_close_matches(name, self.class_names, n=3, cutoff=0.0)
         raise InputError(
-            f"prompt {prompt!r} for a model that knows classes",
+            f"prompt {prompt!r} for a class-conditional model",
             f"a class name or a number below {self.config.num_classes}",
             f"use one of its classes, such as {', '.join(near)}",
         )
@@ -128,8 +128,8 @@ class DiTDenoiser:
         if (height, width) != (config.height * factor, config.width * factor):
             raise InputError(
                 f"an image of {height} x {width}",
-                f"{config.height * factor} x {config.width * factor}, the size this model was made for",
-                "ask for that size, or train a model for the other one",
+                f"{config.height * factor} x {config.width * factor}, the size of this model",
+                "use that size, or train a model for the other one",
             )
         return (config.channels, config.height, config.width)
 
@@ -141,7 +141,7 @@ class DiTDenoiser:
         return self.forward(self.module, x, t, condition)
 
     def set_guidance(self, scale: float) -> None:
-        """Its guidance is a null branch."""
+        """Do nothing: a DiT uses a null branch."""
 
     def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
         return condition
@@ -152,7 +152,7 @@ class DiTDenoiser:
     def prepare(self, batch: SampleBatch, device: torch.device | str) -> NoiseInputs:
         first = batch.specs[0]
         if any(spec.shape != first.shape for spec in batch.specs):
-            raise ValueError("the specs of one batch have one shape")
+            raise ValueError("the specs of one batch must have one shape")
         shape = self.sample_shape(first.height, first.width)
         prompts = [spec.prompt for spec in batch.specs]
         noise = torch.stack([noise_from_seed(spec.seed, shape) for spec in batch.specs])
@@ -178,11 +178,11 @@ class DiTDenoiser:
             truncated=(False,) * num_specs,
         )
 
-    # The decorator, unlike a `with` in the body, leaves the caller's grad mode alone between two steps. Not
-    # inference_mode: the tensors it makes cannot be used by FSDP afterwards.
+    # The decorator, unlike a `with` in the body, restores the caller's grad mode between two steps. inference_mode is
+    # not used because FSDP cannot use its tensors afterwards.
     @torch.no_grad()
     def denoise(self, inputs: NoiseInputs, solver: SolverSettings) -> Iterator[Tensor]:
-        """The states of a batch after each step, in float32; the module itself runs in the solver's dtype."""
+        """Yield the float32 state after each step; the module runs in the solver's dtype."""
         device_type = inputs.noise.device.type
 
         def predict(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -204,7 +204,7 @@ class DiTDenoiser:
         return x
 
     def keep_text_encoders(self) -> None:
-        """A tokenizer is always there."""
+        """Do nothing: the tokenizer is always loaded."""
 
     def enable_gradient_checkpointing(self) -> None:
         self.module.gradient_checkpointing = True  # type: ignore[assignment]
@@ -245,9 +245,10 @@ def create_dit(
     patch_size: int | None = None,
     num_register_tokens: int = 0,
 ) -> DiTDenoiser:
-    """A DiT of a named size for images of `height` x `width` pixels, conditioned on classes where there are any.
+    """Create a DiT of a named size for images of `height` x `width` pixels.
 
-    Its module is on the meta device: call `init_weights(seed)`, or load weights.
+    It is conditioned on classes if `class_names` is given, else on text. Its module is on the meta device: call
+    `init_weights(seed)`, or load weights.
     """
     space = PixelSpace() if space is None else space
     if height % space.downsampling_factor or width % space.downsampling_factor:
@@ -256,7 +257,7 @@ def create_dit(
             f"multiples of {space.downsampling_factor}, the factor of the autoencoder",
             "change the image size",
         )
-    if patch_size is None:  # 2 in latents as in DiT; in pixels what keeps the sequence near 256 tokens
+    if patch_size is None:  # 2 in latents as in the DiT paper; in pixels, keep the sequence near 256 tokens
         patch_size = 2 if space.downsampling_factor > 1 else 4 if height <= 64 else 8
     tokenizer = None if class_names else WordTokenizer.from_captions(captions)
     config = DiTConfig.of_size(

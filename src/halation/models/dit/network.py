@@ -38,12 +38,12 @@ _RANGES = {
     "hidden": (4, 16_384), "heads": (1, 1024), "num_register_tokens": (0, 4096), "vocabulary_size": (0, 2**22),
     "max_tokens": (3, 8192), "text_hidden": (4, 16_384), "text_depth": (0, 128), "num_classes": (0, 10**6),
 }  # fmt: skip
-"""What is beyond these is no model, and would take all memory to build."""
+"""Accepted values; a model outside these ranges would exhaust memory when it is built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiTConfig:
-    """The shape of a DiT; sizes are those of the tensor the model sees, pixels or latents."""
+    """The architecture of a DiT; height and width are those of its input, pixels or latents."""
 
     height: int
     width: int
@@ -70,14 +70,14 @@ class DiTConfig:
             patch = max(1, self.patch_size)
             height, width = (max(1, round(size / patch)) * patch for size in (self.height, self.width))
             raise InputError(
-                f"a size of {self.height} x {self.width} that patches of {self.patch_size} do not divide",
+                f"a size of {self.height} x {self.width} that is not divisible by the patch size {self.patch_size}",
                 f"height and width that are multiples of {self.patch_size}",
                 f"use {height} x {width}, or another patch size",
             )
         if self.hidden % self.heads or self.hidden % 4 or self.text_hidden % TEXT_HEADS:
             raise InputError(
                 f"hidden size {self.hidden} with {self.heads} heads, text size {self.text_hidden}",
-                f"a hidden size that 4 and the heads divide, a text size that {TEXT_HEADS} divides",
+                f"a hidden size divisible by 4 and by the heads, a text size divisible by {TEXT_HEADS}",
                 "change hidden, heads or text_hidden",
             )
         known = self.vocabulary_size if self.conditioning == "text" else self.num_classes
@@ -85,12 +85,12 @@ class DiTConfig:
             raise InputError(
                 f"{self.conditioning} conditioning with {known} words or classes",
                 "text with a vocabulary_size, or class with num_classes",
-                "give the model the data's captions or classes",
+                "pass the captions or the classes of the data",
             )
 
     @classmethod
     def of_size(cls, name: str, **shape: Any) -> DiTConfig:
-        """The config of a named size; everything the size does not decide comes by keyword."""
+        """Return the config of a named size; the other fields are keyword arguments."""
         if name not in SIZES:
             raise InputError(f"model size {name!r}", f"one of {', '.join(SIZES)}", "pick one of these sizes")
         return cls(**{**SIZES[name], **shape})
@@ -104,8 +104,9 @@ class DiTConfig:
 
 
 def sincos_positions(height: int, width: int, channels: int) -> Tensor:
-    """Fixed 2-D positions: half the channels for rows, half for columns, each sines then cosines.
+    """Return fixed 2-D positions: half the channels for rows, half for columns.
 
+    Each half has the sines first, then the cosines.
     Computed in float64, returned in float32.
     """
     frequencies = 10000.0 ** -(torch.arange(channels // 4, dtype=torch.float64) / (channels // 4))
@@ -147,7 +148,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-        # In float32 whatever autocast does: a bf16 mean of squares would undo the point of the norm.
+        # Always in float32, also under autocast: a bf16 mean of squares is too inaccurate for QK-norm.
         return F.rms_norm(x.float(), x.shape[-1:], scale.float(), eps=1e-6).to(x.dtype)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -178,9 +179,9 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """One transformer layer; `c` modulates it, `text` is attended to where the model reads text.
+    """One transformer layer, modulated by `c`, with cross-attention to `text` in text models.
 
-    Checkpointing happens in here, so that sharding and `block.compile()` wrap the whole block from outside.
+    Gradient checkpointing is inside the block, so that sharding and `block.compile()` can wrap the whole block.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -225,7 +226,7 @@ class TextLayer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Tokens of a fixed length to a state per token and one pooled vector; trained along with the rest."""
+    """Encodes token ids to one state per token and one pooled vector; trained with the DiT."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -246,10 +247,10 @@ class TextEncoder(nn.Module):
 
 
 class DiT(nn.Module):
-    """The module that is trained: `module(x, t, condition)` gives the velocity.
+    """The trained module: `module(x, t, condition)` returns the velocity.
 
-    It is made on the meta device, without memory and without touching any generator; `init_weights(seed)` or
-    `materialize()` and a state dict give it weights.
+    It is created on the meta device, without allocating memory or using a generator. Call `init_weights(seed)`, or
+    `materialize()` and load a state dict.
     """
 
     positions: Tensor
@@ -275,7 +276,7 @@ class DiT(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether blocks recompute their activations in the backward pass instead of keeping them."""
+        """True if blocks recompute their activations in the backward pass."""
         return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
     @gradient_checkpointing.setter
@@ -285,7 +286,7 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def materialize(self, device: torch.device | str = "cpu") -> DiT:
-        """Give every tensor memory; parameters hold nothing useful yet, the fixed buffers are filled."""
+        """Allocate all tensors and fill the fixed buffers; parameters stay uninitialized."""
         config = self.config
         self.to_empty(device=device)
         rows, columns = config.height // config.patch_size, config.width // config.patch_size
@@ -296,7 +297,10 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | str = "cpu") -> DiT:
-        """Weights as a function of the seed and each parameter's name alone: registers change no other weight."""
+        """Initialize each parameter from the seed and its name only.
+
+        Adding register tokens therefore changes no other weight.
+        """
         self.materialize(device)
         for name, parameter in self.named_parameters():
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -341,7 +345,7 @@ class DiT(nn.Module):
         return self._unpatchify(self.head(_modulate(_layer_norm(tokens), shift, scale)))
 
     def flops(self) -> int:
-        """Operations of one forward of one image: twice the multiply-adds of all matrix products."""
+        """FLOPs of one forward of one image: twice the multiply-adds of all matrix products."""
         config = self.config
         d, tokens = config.hidden, config.num_patches + config.num_register_tokens
         patch_values = config.channels * config.patch_size**2
@@ -358,7 +362,7 @@ _ZERO_INIT = ("modulation.weight", "head_modulation.weight", "head.weight", "cro
 
 
 def _init_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """DiT's initial values: every block is the identity and the output is zero until training moves them."""
+    """Initialize as in DiT: every block is the identity and the output is zero."""
     if name.endswith(("q_scale", "k_scale")):
         return torch.ones(shape)
     if name.endswith("bias") or name.endswith(_ZERO_INIT):

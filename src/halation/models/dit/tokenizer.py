@@ -1,6 +1,6 @@
-"""A tokenizer over the words of captions, and warnings about prompts it cannot read.
+"""A word-level tokenizer for captions, and warnings about unknown words in prompts.
 
-Other words are encoded as bytes. Stored as JSON; torch is imported only where tensors are made.
+Unknown words are encoded as bytes. The tokenizer is stored as JSON. torch is imported only to create tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_PROMPTS = 10_000
-"""Prompts that are checked: the beginning of a long list tells enough, and a million rows would take too long."""
+"""Number of prompts to check; checking a million would take too long."""
 MAX_WORDS = 8
 MAX_WORD_LENGTH = 24
 PAD, BEGIN, END = 0, 1, 2
@@ -32,13 +32,13 @@ _WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 
 
 def split_words(text: str) -> Iterator[str]:
-    """Lower-cased words and single punctuation marks, in order; white space only separates."""
+    """Split into lower-cased words and single punctuation marks, without white space."""
     return (match.group() for match in _WORD_PATTERN.finditer(text.lower()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt as token ids padded to a fixed length, its mask, and whether some of it did not fit."""
+    """Token ids padded to a fixed length, their mask, and whether the prompt was truncated."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -46,20 +46,20 @@ class EncodedPrompt:
 
 
 class WordTokenizer:
-    """Known words are one token each, unknown ones their UTF-8 bytes, so that any text has an encoding."""
+    """Encodes known words as one token each, and unknown words as their UTF-8 bytes."""
 
     def __init__(self, words: Sequence[str], max_tokens: int = 48) -> None:
         if max_tokens < 3:
-            raise ValueError(f"a prompt takes at least begin, end and one token, not {max_tokens}")
+            raise ValueError(f"max_tokens must be at least 3 (begin, one token, end), not {max_tokens}")
         if len(set(words)) != len(words):
-            raise ValueError("a vocabulary holds each word once")
+            raise ValueError("the vocabulary has duplicate words")
         self.words = tuple(words)
         self.max_tokens = max_tokens
         self._ids = {word: _FIRST_WORD + index for index, word in enumerate(self.words)}
 
     @classmethod
     def from_captions(cls, captions: Iterable[str], *, max_words: int = 4096, max_tokens: int = 48) -> WordTokenizer:
-        """The most frequent words of the captions; equally frequent ones in the order of their code points."""
+        """Build the vocabulary from the most frequent words; ties are in code point order."""
         counts = Counter(piece for caption in captions for piece in split_words(caption))
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         return cls(ranked[:max_words], max_tokens)
@@ -75,14 +75,14 @@ class WordTokenizer:
             if known is not None:
                 yield known
             else:
-                if after_bytes:  # two unknown words in a row would read as one
+                if after_bytes:  # two unknown words in a row would otherwise be one
                     yield _SPACE
-                # surrogatepass: half of an emoji is no valid text, and still no reason to lose a run.
+                # surrogatepass: a lone surrogate (half of an emoji) is not valid text but must not end a run.
                 yield from (_FIRST_BYTE + byte for byte in piece.encode("utf-8", "surrogatepass"))
             after_bytes = known is None
 
     def encode(self, text: str) -> EncodedPrompt:
-        """Begin, tokens, end, padding: always `max_tokens` long, whatever the neighbours are."""
+        """Encode as begin, tokens, end, padding; the length is always `max_tokens`."""
         max_body_tokens = self.max_tokens - 2
         body: list[int] = []
         for token in self._token_ids(text):
@@ -99,7 +99,7 @@ class WordTokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """`tokens` (int64) and `mask` (bool), one row a text."""
+        """Return `tokens` (int64) and `mask` (bool), one row per text."""
         import torch
 
         rows = [self.encode(text) for text in texts]
@@ -110,7 +110,7 @@ class WordTokenizer:
         }
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The pieces with single spaces between them: what the model was told."""
+        """Return the text of token ids, with single spaces between words."""
         words: list[str] = []
         unknown = bytearray()
 
@@ -141,7 +141,10 @@ class WordTokenizer:
 
     @classmethod
     def of_model(cls, folder: Path) -> WordTokenizer | None:
-        """The tokenizer of a checkpoint or an export, else None; unreadable files are left to the loader."""
+        """Return the tokenizer of a checkpoint or an export, or None.
+
+        Unreadable files also give None; the loader reports them.
+        """
         committed = (folder / COMMIT_FILE).exists()
         try:
             value = read_json(folder / ("state.json" if committed else "config.json"))
@@ -151,10 +154,13 @@ class WordTokenizer:
             return None
 
     def find_unknown_words(self, prompts: Iterable[str]) -> tuple[list[str], int]:
-        """The words, the most frequent first, and the number of prompts that have one; punctuation is none."""
+        """Return unknown words, most frequent first, and the number of prompts with one.
+
+        Punctuation does not count as a word.
+        """
         known, counts, num_affected = set(self.words), Counter[str](), 0
         for prompt in prompts:
-            # The invisible parts of an emoji (marks, joiners) and half of one are no words either.
+            # Marks and joiners inside an emoji and lone surrogates do not count either.
             found = {
                 piece
                 for piece in split_words(prompt)
@@ -168,7 +174,7 @@ class WordTokenizer:
 def find_prompt_warnings(
     folder: Path, name: str, prompts: Iterable[str], *, check_lengths: bool = True
 ) -> Iterator[str]:
-    """Warnings about unknown words and, with `check_lengths`, about prompts that are too long."""
+    """Warn about unknown words and, with `check_lengths`, about prompts that are too long."""
     tokenizer = WordTokenizer.of_model(folder)
     if tokenizer is None:
         return
@@ -180,8 +186,8 @@ def find_prompt_warnings(
     if unknown:
         rest = f" and {len(unknown) - MAX_WORDS} more" if len(unknown) > MAX_WORDS else ""
         shown = ", ".join(word[:MAX_WORD_LENGTH] for word in unknown[:MAX_WORDS])
-        yield f"{name} does not know: {shown}{rest} (in {num_affected:,} of {total}); it cannot draw what they mean"
+        yield f"{name} does not know: {shown}{rest} (in {num_affected:,} of {total}); expect it to ignore them"
     num_long = sum(tokenizer.encode(prompt).truncated for prompt in checked) if check_lengths else 0
     if num_long:
         verb = "is" if num_long == 1 else "are"
-        yield f"{num_long:,} of {total} {verb} longer than {name} reads: the end has no effect"
+        yield f"{num_long:,} of {total} {verb} longer than {name} reads: the end is cut off"

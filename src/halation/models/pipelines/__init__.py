@@ -1,1 +1,1 @@
-"""Pipelines of diffusers as models to generate with."""
+"""Models from diffusers pipelines, for generation."""

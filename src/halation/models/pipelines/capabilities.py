@@ -1,4 +1,4 @@
-"""What a pipeline can do, checked before it draws: options, sizes, steps, guidance."""
+"""Checks what a pipeline supports before it generates: options, sizes, steps, guidance."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def call_parameters(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
 def _call_hints(kind: type[Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind.__call__)
-    except (NameError, TypeError):  # written for a type checker only
+    except (NameError, TypeError):  # hints that only a type checker can resolve
         return {}
 
 
@@ -67,13 +67,13 @@ def _check_value(name: str, value: Any, default: Any, hint: Any) -> None:
         described = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
         raise InputError(
             f"--pipeline_args {name}={value!r}",
-            f"what the pipeline takes for it, {described}",
-            f"give {name} so, or leave it out; a list is written as [1, 2]",
+            f"a value of the type that the pipeline accepts, {described}",
+            f"change {name}, or leave it out; a list is written as [1, 2]",
         )
 
 
 def _matches_hint(value: Any, hint: Any) -> bool:
-    """Whether a value read from JSON fits a type hint; hints beyond JSON's types are left to the pipeline."""
+    """Return True if a JSON value matches a type hint; the pipeline checks non-JSON types."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_matches_hint(value, one) for one in inner)
@@ -90,7 +90,7 @@ def _matches_hint(value: Any, hint: Any) -> bool:
 
 
 def check_text_only(kind: type[Any]) -> None:
-    """Only pipelines that draw from text alone; the message says what this one wants instead."""
+    """Reject pipelines that need more than text; the message names their other inputs."""
     parameters = call_parameters(kind)
     needed = [
         name
@@ -106,10 +106,10 @@ def check_text_only(kind: type[Any]) -> None:
         return
     wants = f"needs {', '.join(needed)}" if needed else f"takes no {', '.join(missing)}"
     if "class_labels" in parameters:
-        wants = "draws from class labels and not from text"
+        wants = "generates from class labels, not from text"
     raise InputError(
         f"{kind.__name__} {wants}",
-        "a pipeline that draws images or videos from a prompt alone",
+        "a pipeline that generates images or videos from a prompt alone",
         "use a text-to-image or text-to-video model, such as "
         + ", ".join(sorted({family.name for family in FAMILIES.values()})),
     )
@@ -117,7 +117,7 @@ def check_text_only(kind: type[Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How a pipeline is to be opened, as the flags say."""
+    """Options for opening a pipeline, from the flags."""
 
     dtype: str
     device: str
@@ -129,7 +129,7 @@ class PipelineOptions:
     half_frame: bool
 
     def check(self, kind: type[Any], family: PipelineFamily) -> None:
-        """Everything that can be refused before gigabytes are read."""
+        """Run the checks that need no weights, before gigabytes are read."""
         if self.dtype not in DTYPES:
             raise InputError(f"--dtype {self.dtype}", f"one of {', '.join(DTYPES)}", "choose one of those")
         if self.offload not in OFFLOAD_MODES:
@@ -143,7 +143,7 @@ class PipelineOptions:
             self._check_truncation(kind, family)
 
     def _check_arguments(self, kind: type[Any]) -> None:
-        """Refuse what the pipeline's call does not take, with what it does."""
+        """Reject arguments that the pipeline's call does not accept; list those it does."""
         hints = _call_hints(kind)
         usable = {
             name: parameter
@@ -157,7 +157,7 @@ class PipelineOptions:
             if name in _SPEC_ARGUMENTS:
                 raise InputError(
                     f"--pipeline_args {name}={value}",
-                    "an option of the pipeline that has no flag of its own",
+                    "an option of the pipeline that has no flag",
                     f"use {_SPEC_ARGUMENTS[name]}",
                 )
             if name not in usable:
@@ -169,7 +169,10 @@ class PipelineOptions:
             _check_value(name, value, usable[name].default, hints.get(name, Any))
 
     def call_arguments(self, kind: type[Any]) -> dict[str, Any]:
-        """The arguments as the call wants them: JSON has lists only, and some pipelines add theirs to a tuple."""
+        """Return the arguments for the call; lists become tuples if the pipeline requires it.
+
+        JSON has only lists, and some pipelines concatenate theirs with a tuple.
+        """
         hints, converted = _call_hints(kind), dict(self.arguments)
         for name, value in self.arguments.items():
             origin, inner = typing.get_origin(hints.get(name)), typing.get_args(hints.get(name))
@@ -183,19 +186,19 @@ class PipelineOptions:
         assert self.cfg_truncation_step is not None
         if self.cfg_truncation_step < 0:
             raise InputError(
-                f"--cfg_truncation_step {self.cfg_truncation_step}", "a step from 0 on", "count steps from 0"
+                f"--cfg_truncation_step {self.cfg_truncation_step}", "a step of at least 0", "count steps from 0"
             )
         if family.guidance_branches == "unknown":
             names = sorted({entry.name for entry in FAMILIES.values()})
             raise InputError(
-                f"--cfg_truncation_step with {kind.__name__}, whose unconditional branch is not known to us",
+                f"--cfg_truncation_step with {kind.__name__}, whose guidance Halation does not know",
                 f"one of the families {', '.join(names)}",
                 "leave --cfg_truncation_step out",
             )
         argument = family.guidance_argument
         if argument != "guidance_scale" and not float(self.arguments.get(argument, 1.0)) > 1:
             raise InputError(
-                f"--cfg_truncation_step with {kind.__name__}, which has its guidance distilled into the model and no "
+                f"--cfg_truncation_step with {kind.__name__}, which is guidance-distilled and has no "
                 "unconditional branch to leave out",
                 f"a pipeline with an unconditional branch, or {argument} above 1",
                 f"leave --cfg_truncation_step out, or add --pipeline_args {argument}=4.0",
@@ -203,7 +206,7 @@ class PipelineOptions:
 
 
 class PipelineChecker:
-    """Questions to a loaded pipeline."""
+    """Checks specs and options against a loaded pipeline."""
 
     def __init__(self, *, pipe: Any, family: PipelineFamily, options: PipelineOptions) -> None:
         self.pipe = pipe
@@ -237,7 +240,10 @@ class PipelineChecker:
 
     @functools.cached_property
     def default_arguments(self) -> dict[str, Any]:
-        """Cleaning captions needs two libraries; without them the pipeline skips it, and warns on every call."""
+        """Disable caption cleaning if its libraries are missing.
+
+        The pipeline would skip it anyway, with a warning on every call.
+        """
         from diffusers.utils import is_bs4_available, is_ftfy_available
 
         if "clean_caption" in self._parameters and not (is_bs4_available() and is_ftfy_available()):
@@ -245,10 +251,10 @@ class PipelineChecker:
         return {}
 
     def check_options(self) -> None:
-        """What only the loaded pipeline can tell."""
+        """Run the checks that need the loaded pipeline."""
         if self.options.offload == "model" and self.pipe.model_cpu_offload_seq is None:
             raise InputError(
-                f"--offload model with {type(self.pipe).__name__}, which names no order of models",
+                f"--offload model with {type(self.pipe).__name__}, which has no model_cpu_offload_seq",
                 "none or layers",
                 "use --offload layers",
             )
@@ -269,7 +275,10 @@ class PipelineChecker:
 
     @functools.cached_property
     def size_multiple(self) -> int:
-        """Height and width are multiples of the autoencoder's factor times the patch, and of what the family adds."""
+        """The number that must divide height and width.
+
+        It combines the autoencoder's factor times the patch size with the family's own multiple.
+        """
         pipe = self.pipe
         factor = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None) or 1
         denoiser = self._denoiser
@@ -293,14 +302,16 @@ class PipelineChecker:
         if largest and max(height, width) > largest * multiple:
             raise InputError(
                 f"a size of {height} x {width} with {type(self.pipe).__name__}",
-                f"at most {largest * multiple} on a side: the model has no positions beyond",
-                "ask for a smaller size",
+                f"at most {largest * multiple} pixels per side, the largest position of the model",
+                "use a smaller size",
             )
 
     def _check_frames(self, spec: SampleSpec) -> None:
         if spec.num_frames < 1 or (spec.num_frames > 1 and "num_frames" not in self._parameters):
             raise InputError(
-                f"--num_frames {spec.num_frames} with {type(self.pipe).__name__}", "1 frame: it draws images", "use 1"
+                f"--num_frames {spec.num_frames} with {type(self.pipe).__name__}",
+                "1 frame: it generates images",
+                "use 1",
             )
         temporal = self._temporal_factor
         if (spec.num_frames - 1) % temporal:
@@ -327,11 +338,11 @@ class PipelineChecker:
         return int(next((getattr(self.pipe, name) for name in names if getattr(self.pipe, name, None)), 1))
 
     def frames_to_generate(self, spec: SampleSpec) -> tuple[int, int | None]:
-        """What to ask of the pipeline, and to how many latent frames the latents are doubled on the way, if at all.
+        """Return the frames to request, and the latent frames after doubling, or None.
 
-        With --enable_half_frame the high-noise expert draws ceil(F / 2) of a video's F latent frames. After its last
-        step every latent frame is repeated once and, for an odd F, the last repetition dropped. The first latent frame
-        of a causal autoencoder stands for one frame of the video and each other one for several (Wan: four), so half
+        With --enable_half_frame the high-noise expert generates ceil(F / 2) of a video's F latent frames. After its
+        last step every latent frame is repeated once; for an odd F, the last repetition is dropped. In a causal
+        autoencoder, the first latent frame is one frame of the video and each other one several (Wan: four), so half
         the latent frames are not exactly half the frames.
         """
         if not self.options.half_frame or spec.num_frames == 1 or not self.has_two_experts:
@@ -348,11 +359,11 @@ class PipelineChecker:
         try:
             scheduler = self._scheduler_for_steps(spec.steps)
             if not torch.as_tensor(scheduler.timesteps).isfinite().all():
-                raise ValueError("its times would be no numbers")
+                raise ValueError("its timesteps would be NaN")
         except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
             raise InputError(
                 f"--num_inference_steps {spec.steps} with {name}: {error}",
-                "a number of steps the scheduler can make",
+                "a number of steps that the scheduler supports",
                 "use fewer or more steps, or another --scheduler",
             ) from error
         if spec.steps == 1 and self.family.one_step_needs_pred_original:
@@ -360,7 +371,7 @@ class PipelineChecker:
             if len(scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)) == 1:
                 raise InputError(
                     f"one step with {type(self.pipe).__name__} and {name}",
-                    "at least 2 steps, or a scheduler that predicts the image itself (lcm, ddpm, ddim)",
+                    "at least 2 steps, or a scheduler that returns the predicted image (lcm, ddpm, ddim)",
                     "use --num_inference_steps 2",
                 )
 
@@ -375,16 +386,16 @@ class PipelineChecker:
             if "negative_prompt" in self._parameters:
                 action += f", or add --pipeline_args {argument}=4.0"
             raise InputError(
-                f"a negative prompt with {name}, which would not look at it",
+                f"a negative prompt with {name}, which would ignore it",
                 f"its options: {', '.join(options)}",
                 action,
             )
         if not self._is_guided:
-            self._warn_once(f"{name} has no guidance: --guidance_scale changes nothing")
+            self._warn_once(f"{name} has no guidance: --guidance_scale has no effect")
         truncation = self.options.cfg_truncation_step
         if truncation is not None and self.family.guidance_argument == "guidance_scale" and spec.guidance_scale <= 1:
             raise InputError(
-                f"--cfg_truncation_step {truncation} at a guidance scale of {spec.guidance_scale}, where there is no "
+                f"--cfg_truncation_step {truncation} with a guidance scale of {spec.guidance_scale}, which has no "
                 "unconditional branch to leave out",
                 "a guidance scale above 1",
                 "leave --cfg_truncation_step out",
@@ -399,7 +410,10 @@ class PipelineChecker:
         return not distilled or denoiser is None or bool(denoiser.config.get("guidance_embeds"))
 
     def describe(self, own_scheduler: str) -> dict[str, Any]:
-        """What the run records: the pipeline, and each option's effect (E0 none, E1 rounding, E2 another image)."""
+        """Return the record for the run: the pipeline, and the equality class of each option.
+
+        E0 is bit-identical, E1 changes rounding, E2 changes the image.
+        """
         options, scheduler = self.options, type(self.pipe.scheduler).__name__
         classes: dict[str, str] = {"offload": "E0"} if options.offload != "none" else {}
         if options.compile:

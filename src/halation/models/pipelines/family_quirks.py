@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 GuidanceBranches = Literal["doubled", "two calls", "unknown"]
-"""How guidance runs its unconditional branch: in one batch [negative, positive], in a second call a step, unknown."""
+"""How guidance runs its unconditional branch: in one batch [negative, positive], in a second call per step, unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +16,18 @@ class PipelineFamily:
     guidance_branches: GuidanceBranches = "unknown"
     size_multiple: int = 1  # beyond what the autoencoder and the patches need
     guidance_argument: str = "guidance_scale"  # what switches the unconditional branch on when it is above 1
-    set_timesteps_arguments: tuple[str, ...] = ()  # what the pipeline hands to the scheduler's set_timesteps
-    reads_timesteps: bool = False  # its loop asks for each timestep's value, which on the GPU means waiting for it
+    set_timesteps_arguments: tuple[str, ...] = ()  # arguments that the pipeline passes to the scheduler's set_timesteps
+    reads_timesteps: bool = False  # its loop reads each timestep's value, which on a GPU is a synchronization
     one_step_needs_pred_original: bool = False  # with one step it reads the second value of scheduler.step
     token_limits: Mapping[str, int | str] = field(default_factory=dict)
     """How many tokens of each tokenizer reach the model: a number, `model_max_length`, or an argument of the call."""
 
     @property
     def pads_text_to_fixed_length(self) -> bool:
-        """Seen and tested for the families below; others may pad to the longest neighbour, and are drawn one by one."""
+        """True for the families below, which are tested.
+
+        Other families may pad to the longest prompt of the batch and are generated one image at a time.
+        """
         return self.guidance_branches != "unknown"
 
 

@@ -1,6 +1,6 @@
-"""Checks that a pipeline folder is safe to open, by its JSON and safetensors headers.
+"""Checks that a pipeline folder is safe to open, from JSON and safetensors headers.
 
-It knows names, files and headers; it never unpickles, imports or runs anything that lies in the folder.
+It reads file names, JSON and headers only; it never unpickles, imports or runs anything from the folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TRUSTED_LIBRARIES = ("diffusers", "transformers")
 _SIZED_CONFIGS = ("config.json", "scheduler_config.json")
 _LAYER_PATTERN = re.compile(r"(layers|blocks|depth|layers_per_(\w+_)?block)$")
 _REPEATED_KEYS = ("layers_per_block", "transformer_layers_per_block", "block_out_channels")
-"""A model of blocks has the product of them: layers in a layer, layers, and the length of the last."""
+"""The number of layers of a block model is the product of the first two and the length of the last."""
 _GRID_KEYS = ("sample_size", "pos_embed_max_size")
 _MAX_GRID = 1024
-"""Of the positions in an image on a side; they are computed when the model is built."""
+"""Maximum of positions per side of an image; they are computed when the model is built."""
 _STORED_GRID_CLASS = "AuraFlowTransformer2DModel"
-"""Its pos_embed_max_size counts all positions, which are weights."""
+"""The pos_embed_max_size of this class counts all positions, which are weights."""
 _UNBOUNDED_ENDINGS = ("theta", "seed", "pixels")
 _MAX_SIZE = 2**22
 _MAX_BYTES = {".json": input_files.MAX_JSON_BYTES} | dict.fromkeys(
@@ -33,7 +33,7 @@ _MAX_BYTES = {".json": input_files.MAX_JSON_BYTES} | dict.fromkeys(
 )
 _MAX_TIMESTEPS = 10**6
 _MAX_TOKENS = 1e40
-"""transformers says "no limit" with a number of thirty digits."""
+"""transformers uses a number of thirty digits for "no limit"."""
 _NUM_SHOWN = 5
 _NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
@@ -41,23 +41,26 @@ _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensor
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFiles:
-    """What `model_index.json` asks for, checked: pipeline class, components, and the weights' only variant."""
+    """The checked content of `model_index.json`: pipeline class, components, weights variant."""
 
     path: Path
     class_name: str
     components: Mapping[str, tuple[str, str]]
     variant: str | None
     omitted_components: tuple[str, ...] = ()
-    """Components that it names and leaves out on purpose, such as one of several text encoders."""
+    """Components that the index lists but leaves out on purpose, such as one of several text encoders."""
 
 
 def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> PipelineFiles:
-    """Read and check a pipeline folder. `pipeline_modules`: diffusers' own packages, where some components live."""
+    """Read and check a pipeline folder.
+
+    `pipeline_modules` are the packages of diffusers that contain some of the components.
+    """
     index = _read_model_index(path)
     class_name = index.get("_class_name")
     if not isinstance(class_name, str) or not _NAME_PATTERN.fullmatch(class_name):
         raise InputError(
-            f"{path}: model_index.json asks for the pipeline {class_name!r}, which is code that comes with the folder",
+            f"{path}: model_index.json requires the pipeline {class_name!r}, whose code comes with the folder",
             "the name of a pipeline class of diffusers",
             "use a model that needs no remote code; Halation never runs code from a model folder",
         )
@@ -72,7 +75,7 @@ def inspect_pipeline_folder(path: Path, pipeline_modules: frozenset[str]) -> Pip
             components[name] = _parse_component(path, name, value, pipeline_modules)
     if not components:
         raise InputError(
-            f"{path}: model_index.json names no components", "a whole pipeline folder", "copy the model again"
+            f"{path}: model_index.json lists no components", "a complete pipeline folder", "copy the model again"
         )
     variants = {_check_component(path, name, class_name) for name, (_, class_name) in components.items()}
     variants.discard(None)
@@ -98,11 +101,11 @@ def _read_model_index(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} {found}",
             "a local folder in diffusers layout: model_index.json and a folder for each component",
-            "download the whole model, and give the folder that holds model_index.json",
+            "download the whole model, and give the folder that contains model_index.json",
         )
     value = read_json(file)
     if not isinstance(value, dict):
-        raise InputError(f"{file} holds no JSON object", "a pipeline's index", "copy the model again")
+        raise InputError(f"{file} is not a JSON object", "a pipeline's index", "copy the model again")
     return value
 
 
@@ -115,7 +118,7 @@ def read_json(file: Path) -> Any:
 
 
 def _parse_component(path: Path, name: str, value: list[Any], pipeline_modules: frozenset[str]) -> tuple[str, str]:
-    """Library and class name of a component, refused where its code would come with the folder."""
+    """Return library and class name of a component; reject code that comes with the folder."""
     if (
         len(value) < 2
         or not all(isinstance(part, str) and part for part in value[:2])
@@ -131,7 +134,7 @@ def _parse_component(path: Path, name: str, value: list[Any], pipeline_modules: 
     if not known or not _NAME_PATTERN.fullmatch(component) or (path / name / f"{library}.py").exists():
         raise InputError(
             f"{path}: the component {name!r} is {library}.{component}, "
-            "which is code that does not come with diffusers or transformers",
+            "whose code does not come from diffusers or transformers",
             "components of diffusers and transformers only",
             "use a model that needs no remote code; Halation never runs code from a model folder",
         )
@@ -139,11 +142,11 @@ def _parse_component(path: Path, name: str, value: list[Any], pipeline_modules: 
 
 
 def _check_component(path: Path, name: str, class_name: str) -> str | None:
-    """Refuse a component's folder where files are missing, damaged or unsafe; returns its weights' only variant."""
+    """Reject a component with missing, damaged or unsafe files; return its weights variant."""
     folder = path / name
     if not folder.is_dir():
         raise InputError(
-            f"{path} has no folder {name!r}, which model_index.json asks for",
+            f"{path} has no folder {name!r}, which model_index.json requires",
             "a folder for each component",
             "download the whole model",
         )
@@ -161,25 +164,25 @@ def _check_component(path: Path, name: str, class_name: str) -> str | None:
 
 
 def _list_regular_files(folder: Path) -> list[Path]:
-    """The files of a folder; refused where one is a pipe or a device, or too large for what a library reads whole."""
+    """List the files of a folder; reject pipes, devices and files too large to read whole."""
     found = []
     for file in sorted(folder.iterdir()):
         try:
             input_files.open_regular_file(file, max_bytes=_MAX_BYTES.get(file.suffix)).close()
         except input_files.RefusedFileError as error:
             raise error.as_input_error() from error
-        except (FileNotFoundError, IsADirectoryError):  # a link to nothing, as an unfinished download leaves it
+        except (FileNotFoundError, IsADirectoryError):  # for example a broken link of an unfinished download
             continue
         except OSError as error:
             raise InputError(
-                f"{file} cannot be read: {error.strerror}", "files that can be read", "check it"
+                f"{file} cannot be read: {error.strerror}", "readable files", "check its permissions and the disk"
             ) from error
         found.append(file)
     return found
 
 
 def check_not_only_pickles(folder: Path) -> None:
-    """Refuse a folder whose weights are pickles alone, by the names of these files."""
+    """Reject a folder whose only weights are pickles, judged by file names."""
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles and not any(folder.rglob("*.safetensors")):
         raise _pickles_error(folder, pickles)
@@ -188,28 +191,28 @@ def check_not_only_pickles(folder: Path) -> None:
 def _pickles_error(folder: Path, names: Sequence[str]) -> InputError:
     shown = ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
     return InputError(
-        f"{folder} has weights only as {shown} (a pickle can run any code when it is read)",
+        f"{folder} has weights only as {shown} (loading a pickle can run any code)",
         "safetensors",
-        "convert them to safetensors on a machine where you trust the file: "
+        "if you trust the file, convert it to safetensors: "
         "DiffusionPipeline.from_pretrained(folder).save_pretrained(new, safe_serialization=True)",
     )
 
 
 def check_component_sizes(path: Path) -> None:
-    """Refuse a pipeline whose configs ask for absurd sizes, before a process is started that loads it."""
+    """Reject a pipeline whose configs have absurd sizes, before a process loads it."""
     for name, value in _read_model_index(path).items():
         if isinstance(value, list) and _NAME_PATTERN.fullmatch(name) and (path / name).is_dir():
             check_model_sizes(path / name, str(value[-1]) if value else "")
 
 
 def check_model_sizes(folder: Path, class_name: str = "") -> None:
-    """Refuse the folder of a component whose configs ask for absurd sizes, or that holds too many files."""
+    """Reject a component whose configs have absurd sizes, or whose files are not regular."""
     weights = [file for file in _list_regular_files(folder) if file.suffix == ".safetensors"]
     _check_sizes(folder, weights, class_name)
 
 
 def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None:
-    """A model has a tensor for each layer at least, and numbers that one can build tensors of."""
+    """Check the sizes in the configs; a model has at least one tensor per layer."""
     tensors = {name: entry for file in weights for name, entry in check_safetensors(file).items()}
     for name in _SIZED_CONFIGS:
         if (folder / name).is_file():
@@ -219,7 +222,7 @@ def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None
                 high = _max_value(
                     key, len(tensors), max_grid, has_patches=isinstance(config, dict) and "patch_size" in config
                 )
-                low = -1 if high < _MAX_SIZE else -high  # counts; other numbers may mark something, as -100 does
+                low = -1 if high < _MAX_SIZE else -high  # counts; other numbers may be markers, such as -100
                 input_files.check_numbers(str(folder / name), {key: value}, {key: (low, high)})
             if tensors:
                 _check_num_layers(folder / name, config, len(tensors))
@@ -230,7 +233,7 @@ def _check_sizes(folder: Path, weights: Sequence[Path], class_name: str) -> None
 
 
 def _max_grid(config: Any, tensors: Mapping[str, Any]) -> int:
-    """Positions that are weights: as many as are stored, of the width that the config says."""
+    """Return the limit for positions that are weights: the stored number if widths match."""
     try:
         width = config["num_attention_heads"] * config["attention_head_dim"]
         start, end = tensors["pos_embed.pos_embed"]["data_offsets"]
@@ -252,12 +255,12 @@ def _max_value(key: str, num_tensors: int, max_grid: int, *, has_patches: bool) 
 
 
 def _check_num_layers(file: Path, config: Any, num_tensors: int) -> None:
-    """Refuse long lists of blocks, and layers in layers in blocks: together they may be millions."""
+    """Reject long lists of blocks, and nested layers that multiply to millions."""
     num_layers = 1
     for key, value in _walk_entries(config):
         if isinstance(value, list) and len(value) > input_files.limit(max(num_tensors, _MAX_GRID)):
             raise input_files.over_limit_error(
-                f"{file}: {key} has {len(value)} entries", f"{num_tensors}, as its tensors"
+                f"{file}: {key} has {len(value)} entries", f"{num_tensors}, the number of its tensors"
             )
     for key in _REPEATED_KEYS:
         value = config.get(key) if isinstance(config, dict) else None
@@ -271,14 +274,14 @@ def _check_config(file: Path) -> None:
     for key, inner in _walk_entries(value):
         if key == "auto_map" and inner:
             raise InputError(
-                f"{file} asks for code that comes with the model (auto_map)",
+                f"{file} requires code that comes with the model (auto_map)",
                 "a component of diffusers or transformers",
                 "use a model that needs no remote code; Halation never runs code from a model folder",
             )
         if key.endswith("attn_implementation") and isinstance(inner, str) and "/" in inner:
             raise InputError(
-                f"{file} asks for attention code from elsewhere ({inner})",
-                "an attention implementation that comes with the libraries",
+                f"{file} requires external attention code ({inner})",
+                "an attention implementation of the libraries",
                 f"remove {key!r} from that file",
             )
     if file.name.endswith(".safetensors.index.json"):
@@ -297,7 +300,7 @@ def _walk_entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _walk_integers(value: Any) -> Iterator[tuple[str, int]]:
-    """All integers with the key that they, or the lists around them, stand under."""
+    """Yield all integers with their key; integers in a list have the key of the list."""
     stack = [("", value)]
     while stack:
         key, current = stack.pop()
@@ -316,16 +319,16 @@ def _check_shards(file: Path, value: Any) -> None:
     for name in sorted({str(shard) for shard in names.values()}):
         if "/" in name or "\\" in name or not name.endswith(".safetensors") or not (file.parent / name).is_file():
             raise InputError(
-                f"{file} names the shard {name!r}, which is not a safetensors file beside it",
+                f"{file} lists the shard {name!r}, which is not a safetensors file beside it",
                 "safetensors files in the same folder",
                 "download the whole model",
             )
 
 
 def check_safetensors(file: Path) -> dict[str, Any]:
-    """Refuse a file whose length is not what its header says: a copy that was cut off. Returns the header."""
+    """Return the header of a file; reject a truncated file, whose length does not match it."""
     try:
         return input_files.read_safetensors_header(file)
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file} has {reason}", "a whole safetensors file", "copy the model again") from error
+        raise InputError(f"{file} has {reason}", "a complete safetensors file", "copy the model again") from error

@@ -1,6 +1,7 @@
 """Loads a checked pipeline folder: class, weights, dtype, device, offloading, compiling.
 
-Importing this module filters messages of diffusers and transformers, some of which come while models are imported.
+Importing this module installs filters for messages of diffusers and transformers, some of which are logged while models
+are imported.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from halation.models.pipelines.tokenizer_checks import check_has_vocabulary
 
 _IGNORED_MESSAGES = (
     "requires torchvision",  # image processors that no pipeline here calls
-    "Token indices sequence length is longer",  # said once by the tokenizer, though the pipeline cuts the text itself
-    "that should be kept in float32: []",  # a list of nothing
-    "Setting accelerator to CPU",  # said by DeepSpeed, which transformers imports wherever it is installed
-    "The following part of your input was truncated",  # said for every single caption; ours are counted
+    "Token indices sequence length is longer",  # logged by the tokenizer, though the pipeline truncates the text
+    "that should be kept in float32: []",  # an empty list
+    "Setting accelerator to CPU",  # logged by DeepSpeed, which transformers imports if it is installed
+    "The following part of your input was truncated",  # logged for every caption; Halation counts them instead
 )
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ class _IgnoredMessageFilter(logging.Filter):
 
 
 def filter_library_warnings() -> None:
-    """Keep these messages from the terminal; may be called twice."""
+    """Install filters that drop these messages; safe to call twice."""
     for library in (transformers.utils.logging, diffusers.utils.logging):
         logger = library.get_logger(library.__name__.split(".")[0])
         for handler in logger.handlers:
             if not any(isinstance(each, _IgnoredMessageFilter) for each in handler.filters):
                 handler.addFilter(_IgnoredMessageFilter())
-    deepspeed_logger = logging.getLogger("DeepSpeed")  # its handlers come with its import, which may be still to come
+    deepspeed_logger = logging.getLogger("DeepSpeed")  # filter the logger: its handlers may not exist before its import
     if not any(isinstance(each, _IgnoredMessageFilter) for each in deepspeed_logger.filters):
         deepspeed_logger.addFilter(_IgnoredMessageFilter())
 
@@ -56,20 +57,23 @@ filter_library_warnings()
 
 
 def pipeline_modules() -> frozenset[str]:
-    """diffusers' own pipeline packages: some components (safety checkers) are found under these names."""
+    """Return the pipeline packages of diffusers, which contain some components.
+
+    Safety checkers are listed in `model_index.json` under these names.
+    """
     names = diffusers.pipelines._import_structure
     return frozenset(str(name) for name in names if str(name).isidentifier())
 
 
 def pipeline_class(files: PipelineFiles) -> type[Any]:
-    """The pipeline class a folder names, if it draws images or videos from text."""
+    """Return the pipeline class of a folder; reject those that need more than text."""
     kind = getattr(diffusers, files.class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
         raise InputError(
-            f"{files.path}: model_index.json asks for {files.class_name}, "
+            f"{files.path}: model_index.json requires {files.class_name}, "
             f"which diffusers {diffusers.__version__} does not have",
             "a pipeline class of the installed diffusers",
-            "install the diffusers release the model asks for; Halation runs no code from a model folder",
+            "install the diffusers release that the model requires; Halation runs no code from a model folder",
         )
     check_text_only(kind)
     for name, (library, class_name) in files.components.items():
@@ -78,7 +82,7 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
             raise InputError(
                 f"{files.path}: the component {name!r} is a {class_name}, which the installed {library} does not have",
                 f"a class of {library}",
-                f"install the {library} release the model asks for",
+                f"install the {library} release that the model requires",
             )
         component_class = getattr(library_module, class_name, None)
         is_model = isinstance(component_class, type) and issubclass(component_class, nn.Module)
@@ -93,7 +97,7 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
 
 
 class _MissingWeightsHandler(logging.Handler):
-    """Collects what the libraries only log: weights that the files do not hold and that were made up instead."""
+    """Collects missing weights, which the libraries only log and initialize randomly."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -125,7 +129,7 @@ def _collect_missing_weights() -> Iterator[_MissingWeightsHandler]:
 
 
 def load_pipeline(files: PipelineFiles, options: PipelineOptions) -> Any:
-    """The pipeline, its weights memory-mapped where they need no cast, or read straight onto the GPU."""
+    """Load the pipeline; weights are read to the GPU, or memory-mapped if they need no cast."""
     on_gpu = torch.device(options.device).type == "cuda" and options.offload == "none"
     device_arguments = {"device_map": "cuda"} if on_gpu else {}
     with torch.cuda.device(options.device) if on_gpu else nullcontext():
@@ -135,16 +139,16 @@ def load_pipeline(files: PipelineFiles, options: PipelineOptions) -> Any:
 def load_components(
     files: PipelineFiles, *, dtype: Any, absent: Iterable[str] = (), **from_pretrained_arguments: Any
 ) -> Any:
-    """The pipeline without the components named in `absent`; `dtype` may be a mapping by component."""
-    # diffusers wants to be told once more that a text encoder is missing on purpose.
+    """Load the pipeline without the components in `absent`; `dtype` may be a mapping by name."""
+    # diffusers requires an explicit None for a text encoder that is left out on purpose.
     without = [*absent, *(name for name in files.omitted_components if name.startswith(("text_encoder", "tokenizer")))]
-    # Some models draw first numbers that the files' own replace; the caller's random numbers must not change by it.
+    # Some models initialize weights randomly before loading; this must not change the caller's random state.
     with (
         _collect_missing_weights() as handler,
         torch.random.fork_rng(devices=[]),
         refuse_library_errors(files),
     ):
-        # By its own class: through the base class, parts that are optional are loaded although they were left out.
+        # Use the pipeline's class: the base class loads optional components even if they are left out.
         pipe = getattr(diffusers, files.class_name).from_pretrained(
             str(files.path),
             use_safetensors=True,
@@ -155,30 +159,30 @@ def load_components(
             **dict.fromkeys(without),
             **from_pretrained_arguments,
         )
-    # A text encoder's pooler is made up in several published models, and no pipeline looks at it.
+    # Several published text encoders have no weights for the pooler, and no pipeline uses it.
     missing_weights = [name for name in handler.missing_weights if "pooler" not in name]
     if missing_weights:
         raise InputError(
             f"{files.path} lacks {len(missing_weights)} weights, first {missing_weights[0]}; "
-            "they would be random numbers",
+            "they would be initialized randomly",
             "weights for every part of the model",
             "download the whole model",
         )
     pipe.set_progress_bar_config(disable=True)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
-            # Weights keep requires_grad: without it float32 matmuls on a GPU take another path, and pixels differ.
+            # Keep requires_grad: without it, float32 matmuls on a GPU use another kernel, and pixels differ.
             component.eval()
     return pipe
 
 
 def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype | None) -> None:
-    """Make the weights that were read fit for training.
+    """Prepare loaded weights for training.
 
-    In memory of their own, because they are a window on their file, which may be replaced meanwhile. They also begin
-    where the file's header ends, and products of single rows round by where memory begins: sharded weights would give
-    other bits. In one dtype, where that is given: some families keep a few weights in float32, and no engine shards
-    trained weights of two dtypes together.
+    `own_memory` copies them: loaded weights are a memory map of their file, which may be replaced meanwhile. Their
+    address also depends on the length of the file's header, and single-row products round differently for different
+    alignments, so sharded weights would not be bit-identical. `dtype` casts all weights: some families keep a few in
+    float32, and no engine shards trained weights of two dtypes together.
     """
     for weight in module.parameters():
         weight.data = weight.data.to(dtype or weight.dtype)
@@ -189,7 +193,7 @@ def prepare_weights(module: nn.Module, *, own_memory: bool, dtype: torch.dtype |
 
 @contextmanager
 def refuse_library_errors(files: PipelineFiles) -> Iterator[None]:
-    """What a library stumbles over in a folder is the folder's fault: another attempt would end in the same way."""
+    """Turn errors of the libraries into InputError: a retry would fail in the same way."""
     try:
         yield
     except (torch.OutOfMemoryError, HalationError):
@@ -197,13 +201,13 @@ def refuse_library_errors(files: PipelineFiles) -> Iterator[None]:
     except Exception as error:
         raise InputError(
             f"{files.path} cannot be opened as a {files.class_name}: {type(error).__name__}: {error}",
-            "a whole pipeline folder, as save_pretrained writes it",
-            "copy the model again, or install what the message asks for",
+            "a complete pipeline folder, as written by save_pretrained",
+            "copy the model again, or install the library that the message names",
         ) from error
 
 
 def apply_offload(pipe: Any, options: PipelineOptions) -> None:
-    """Where the weights wait: on the GPU, or in host memory by whole models or by layers."""
+    """Keep the weights on the GPU, or offload them to host memory by models or by layers."""
     device = torch.device(options.device)
     if options.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -216,7 +220,7 @@ def apply_offload(pipe: Any, options: PipelineOptions) -> None:
         }
         for name in sorted(whole - {"vae"}):
             logger.warning("%s cannot be offloaded by layers and stays on the GPU", type(models[name]).__name__)
-        # The autoencoder stays for a second decoding in float32.
+        # The autoencoder stays on the GPU, for a second decoding in float32.
         kept_on_device = {name: part for name, part in models.items() if name in whole | {"vae"}}
         pipe.enable_group_offload(
             onload_device=device, offload_type="leaf_level", use_stream=True, exclude_modules=list(kept_on_device)
@@ -226,7 +230,10 @@ def apply_offload(pipe: Any, options: PipelineOptions) -> None:
 
 
 def apply_compile(pipe: Any) -> None:
-    """Compile the repeated block, not the whole model: seconds instead of minutes, and one graph for all layers."""
+    """Compile the repeated blocks of the denoisers.
+
+    This takes seconds instead of minutes for the whole model, and all layers share one graph.
+    """
     for name in DENOISER_COMPONENTS:
         module = getattr(pipe, name, None)
         if isinstance(module, nn.Module):
@@ -234,7 +241,7 @@ def apply_compile(pipe: Any) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks the class itself calls repeated, otherwise the elements of its largest lists of modules."""
+    """Return the blocks in `_repeated_blocks`, else the elements of the longest module lists."""
     names = getattr(module, "_repeated_blocks", None)
     if names:
         return [inner for inner in module.modules() if type(inner).__name__ in names]

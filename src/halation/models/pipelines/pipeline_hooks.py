@@ -1,7 +1,7 @@
 """Hooks inside a pipeline: steps, guidance, doubled frames, decoder input, CUDA graphs.
 
-They are installed once, carry the state of one call, and leave every number as it is where no option is on. The
-pipeline's own `__call__` does the drawing.
+They are installed once and track the state of one call. Without options they change no result. The pipeline's own
+`__call__` generates the images.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from halation.models.pipelines.family_quirks import GuidanceBranches
 
 log = logging.getLogger(__name__)
 NUM_WARM_UPS = 2
-"""Calls before the recording: what is compiled or chosen at a first call must be settled by then."""
+"""Calls before the capture, so that compilation and autotuning are finished by then."""
 GraphKey = tuple[Any, ...]
 DENOISER_COMPONENTS = ("transformer", "transformer_2", "unet")
 _NOT_PER_ROW = ("image_rotary_emb", "img_ids", "txt_ids")
-_MAX_CACHED_ENCODINGS = 2  # a batch's prompts push out the last batch's; the negative prompts, read every time, stay
+_MAX_CACHED_ENCODINGS = 2  # each batch's prompts replace the last batch's; negative prompts, used every time, stay
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class PipelineCall:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    """What the autoencoder was given, and which rows of what it gave back are finite."""
+    """The arguments of a decode, and which rows of its result are finite."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -58,17 +58,20 @@ class DecodeCall:
 
 @dataclass(kw_only=True)
 class PipelineHooks:
-    """Wraps the scheduler's `step`, the denoisers' and text encoders' `forward` and the autoencoder's `decode`."""
+    """Wraps scheduler `step`, `forward` of denoisers and text encoders, and VAE `decode`."""
 
     pipe: Any
     guidance_branches: GuidanceBranches
     cfg_truncation_step: int | None = None
-    use_cuda_graphs: bool = False  # the denoisers' forwards as CUDA graphs
+    use_cuda_graphs: bool = False  # replay the denoisers' forwards as CUDA graphs
     timesteps_on_cpu: bool = False
     _call: PipelineCall | None = field(default=None, init=False)
 
     def install(self) -> None:
-        """Call before any offloading: accelerate keeps `forward` as it finds it, and restores it with its hooks."""
+        """Install the hooks; call this before any offloading.
+
+        accelerate stores the `forward` it finds and restores it with its hooks.
+        """
         scheduler = self.pipe.scheduler
         scheduler.step = self._wrap_step(scheduler.step)
         if self.timesteps_on_cpu:
@@ -96,7 +99,10 @@ class PipelineHooks:
     # The scheduler
 
     def _step_index(self, call: PipelineCall, scheduler_call: int) -> int:
-        """The requested step of a scheduler call; Heun makes two calls a step, PNDM one more than steps."""
+        """Return the requested step of a scheduler call.
+
+        Heun makes two calls per step, PNDM one call more than steps.
+        """
         num_calls = max(len(self.pipe.scheduler.timesteps), call.num_steps)
         return scheduler_call * call.num_steps // num_calls
 
@@ -109,7 +115,7 @@ class PipelineHooks:
             if call is None:
                 return step(*args, **kwargs)
             if takes_generator and kwargs.get("generator") is None:
-                # Some pipelines forget it, and a stochastic solver would then draw from the global generator.
+                # Some pipelines do not pass it, and a stochastic solver would then use the global generator.
                 kwargs["generator"] = list(call.generators)
             result = step(*args, **kwargs)
             if call.double_frames_to is not None and self._leaves_high_noise(call):
@@ -133,7 +139,7 @@ class PipelineHooks:
         return bool(timesteps[following] < boundary <= timesteps[following - 1])
 
     def _double_result_frames(self, result: Any, num_frames: int) -> Any:
-        """The step's result, and whatever history of that shape the solver keeps, with every latent frame twice."""
+        """Repeat every latent frame in the step's result and in the solver's history."""
         sample = result[0]
         scheduler = self.pipe.scheduler
         for name, value in vars(scheduler).items():
@@ -143,7 +149,7 @@ class PipelineHooks:
                 for index, entry in enumerate(value):
                     if isinstance(entry, Tensor) and entry.shape == sample.shape:
                         value[index] = double_frames(entry, num_frames)
-        assert isinstance(result, tuple), "pipelines ask their scheduler for a tuple"
+        assert isinstance(result, tuple), "pipelines call their scheduler with return_dict=False"
         return tuple(
             double_frames(value, num_frames) if isinstance(value, Tensor) and value.shape == sample.shape else value
             for value in result
@@ -179,7 +185,7 @@ class PipelineHooks:
                 return decode(*args, **kwargs)
             try:
                 result = decode(*args, **kwargs)
-            except torch.OutOfMemoryError as error:  # at least one pipeline swallows it and fails on the next line
+            except torch.OutOfMemoryError as error:  # at least one pipeline catches it and fails on the next line
                 call.out_of_memory = error
                 raise
             pixels = result[0]
@@ -191,7 +197,10 @@ class PipelineHooks:
 
 
 def keep_timesteps_on_cpu(set_timesteps: Callable[..., Any]) -> Callable[..., Any]:
-    """Timesteps that a loop reads one by one stay where reading them costs nothing; their values are the same."""
+    """Keep the timesteps on the CPU, where reading them needs no synchronization.
+
+    For pipelines whose loop reads them one by one; the values are the same.
+    """
 
     @functools.wraps(set_timesteps)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -201,24 +210,30 @@ def keep_timesteps_on_cpu(set_timesteps: Callable[..., Any]) -> Callable[..., An
 
 
 def boundary_timestep(pipe: Any) -> float:
-    """Where the high-noise expert hands over, as the pipeline itself computes it."""
+    """Return the timestep below which the low-noise expert runs, computed as in the pipeline."""
     return float(pipe.config.boundary_ratio) * int(pipe.scheduler.config.num_train_timesteps)
 
 
 def double_frames(latents: Tensor, num_frames: int) -> Tensor:
-    """Each latent frame (dimension 2) twice, cut to `num_frames`: an odd number comes from its half rounded up."""
+    """Repeat each latent frame (dimension 2) and cut to `num_frames`.
+
+    An odd number of frames comes from its half, rounded up.
+    """
     return latents.repeat_interleave(2, dim=2)[:, :, :num_frames].contiguous()
 
 
 def finite_rows(values: Tensor) -> Tensor:
-    """One bool a row, on the values' device; before anything clamps an infinity to white."""
+    """Return one bool per row, on the device of `values`; call it before values are clamped."""
     return torch.isfinite(values).flatten(1).all(dim=1)
 
 
 def _run_conditional_half(
     forward: Callable[..., Any], num_rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the conditional half of a doubled batch, and give it for both halves: guidance then returns it unchanged."""
+    """Run the conditional half of a doubled batch and return it for both halves.
+
+    Guidance of two equal halves returns them unchanged.
+    """
     sample = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
     if not isinstance(sample, Tensor) or len(sample) != num_rows:
         return forward(*args, **kwargs)
@@ -238,7 +253,7 @@ def _run_conditional_half(
 
 
 def cache_encodings(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a text encoder's results by token ids: negative prompts come back in every batch."""
+    """Cache a text encoder's results by token ids; negative prompts recur in every batch."""
     cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     @functools.wraps(forward)
@@ -274,7 +289,7 @@ def _cache_key(values: list[Any]) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """A graph with the tensors it reads and writes."""
+    """A CUDA graph with its input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -282,10 +297,10 @@ class CapturedGraph:
 
 
 class CudaGraphForward:
-    """Calls `forward` until it is warm, then records it, then replays the recording; other inputs are called.
+    """Calls `forward` for warm-up, then captures it as a CUDA graph and replays the graph.
 
-    At batch one the CPU needs as long to launch a large transformer's kernels as the GPU to run them. Shapes never
-    change within a run, so each is recorded once and replayed; the numbers are the recorded kernels' own.
+    At batch size 1, launching the kernels of a large transformer takes the CPU as long as the GPU needs to run them.
+    Shapes do not change within a run, so each is captured once. Inputs that cannot be captured are passed to `forward`.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -313,18 +328,21 @@ class CudaGraphForward:
         return tuple(value.clone() if isinstance(value, Tensor) else value for value in captured.outputs)
 
     def _capture(self, key: GraphKey, leaves: list[Any], structure: Any) -> bool:
-        """Record one call; a forward that cannot be recorded (it reads a number from the GPU) is called from now on."""
+        """Capture one call; return False and disable graphs if that is not possible.
+
+        A forward that reads a value from the GPU cannot be captured.
+        """
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(static, structure)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            # Only this thread's calls are watched: others wait for copies meanwhile.
+            # thread_local: other threads wait for copies meanwhile, which must not invalidate the capture.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 outputs = self.forward(*args, **kwargs)
         except RuntimeError as error:
-            # Out of memory too: a recording holds its own, and without it the batch may fit.
-            log.info("the forward is not replayed as a CUDA graph: %s", str(error).splitlines()[:1])
+            # This includes out of memory: a graph has its own memory pool, and without it the batch may fit.
+            log.info("cannot capture the forward as a CUDA graph: %s", str(error).splitlines()[:1])
             self._disable()
             return False
         if not isinstance(outputs, tuple):
@@ -343,7 +361,10 @@ class CudaGraphForward:
 
 
 def graph_key(leaves: list[Any], structure: Any) -> GraphKey | None:
-    """What must be equal for a recording to fit; None where something may change that a recording would not notice."""
+    """Return the key under which a graph can be replayed, or None.
+
+    None means that an argument could change without the graph noticing.
+    """
     parts: list[Any] = [structure]
     for leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Generates batches by a diffusers pipeline's own `__call__`, with hooks for all families."""
+"""Generates batches with a diffusers pipeline's `__call__`, with hooks for all families."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from halation.sample_specs import SampleSpec
 
 NOT_FINITE = "the decoded image is not finite"
 _CALL_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
-"""What a pipeline raises over a value it did not expect."""
+"""Errors that a pipeline raises for an unexpected value."""
 
 
 def as_videos(output: Any) -> Tensor:
-    """(rows, frames, 3, height, width) in [0, 1] from `output_type="pt"`, whatever shape the family gives it."""
+    """Convert any family's output to (rows, frames, 3, height, width) in [0, 1]."""
     if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
         output = torch.stack(list(output))
     if isinstance(output, np.ndarray):
@@ -39,7 +39,7 @@ def as_videos(output: Any) -> Tensor:
 
 
 def start_host_copy(pixels: Tensor, finite: Tensor) -> Callable[[], tuple[Frames, list[bool]]]:
-    """Start the copies to the host; the function returned waits for them and may be called on another thread."""
+    """Start copying to the host; return a function that waits, callable on another thread."""
     if pixels.device.type != "cuda":
         return lambda: (pixels.cpu().numpy(), finite.tolist())
     host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
@@ -59,7 +59,7 @@ def start_host_copy(pixels: Tensor, finite: Tensor) -> Callable[[], tuple[Frames
 def make_collector(
     videos: Tensor, finite: Tensor, specs: Sequence[SampleSpec], errors: Mapping[int, ImageError]
 ) -> Callable[[], list[Frames | ImageError]]:
-    """`PendingImages.collect` for the rows of one call; `errors` rows have no image whatever their pixels are."""
+    """Return `PendingImages.collect` for the rows of one call; rows in `errors` have no image."""
     first = specs[0]
     found = (videos.shape[1], videos.shape[3], videos.shape[4])
     wanted = (first.num_frames, first.height, first.width)
@@ -89,7 +89,7 @@ def _format_size(size: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResult:
-    """Rows of one call that stand for rows of a larger result: `rows[n]` of the whole is `result_rows[n]`."""
+    """Part of a larger result: row `rows[n]` of the whole is row `result_rows[n]` of `result`."""
 
     result: PendingImages
     rows: tuple[int, ...]
@@ -97,7 +97,7 @@ class PartialResult:
 
 
 def merge_results(parts: Sequence[PartialResult]) -> PendingImages:
-    """One result out of several, each of which has some of the rows."""
+    """Merge results that each have some of the rows."""
     sources = {row: (part, inner) for part in parts for row, inner in zip(part.rows, part.result_rows, strict=True)}
 
     def collect() -> list[Frames | ImageError]:
@@ -130,7 +130,7 @@ def open_pipeline(
     cfg_truncation_step: int | None = None,
     half_frame: bool = False,
 ) -> PipelineModel:
-    """Check a pipeline folder, load it, and make it ready to draw.
+    """Check and load a pipeline folder for generation.
 
     No code of the folder is run: the classes come from diffusers and transformers, the weights are safetensors.
     """
@@ -155,13 +155,13 @@ def open_pipeline(
 
 
 def _assemble(pipe: Any, family: PipelineFamily, options: PipelineOptions) -> PipelineModel:
-    """A loaded pipeline with its scheduler, hooks, compiled blocks and offloading, which only work in this order."""
+    """Set up scheduler, hooks, compiled blocks and offloading; only this order works."""
     original = type(pipe.scheduler).__name__
     if options.scheduler:
         pipe.scheduler = make_scheduler(pipe.scheduler, options.scheduler, family)
     checker = PipelineChecker(pipe=pipe, family=family, options=options)
     checker.check_options()
-    # Weights that move between host and GPU are not where a recording would look for them.
+    # Offloaded weights change their address, which a CUDA graph does not follow.
     replay = options.compile and options.offload == "none" and torch.device(options.device).type == "cuda"
     hooks = PipelineHooks(
         pipe=pipe,
@@ -178,7 +178,7 @@ def _assemble(pipe: Any, family: PipelineFamily, options: PipelineOptions) -> Pi
 
 
 class PipelineModel:
-    """A pipeline on one device: `check` says whether it can draw a spec, `draw` draws one micro-batch of one shape."""
+    """A pipeline on one device: `check` validates a spec, `draw` generates one micro-batch."""
 
     def __init__(self, *, pipe: Any, hooks: PipelineHooks, checker: PipelineChecker, own_scheduler: str) -> None:
         self._pipe = pipe
@@ -192,20 +192,21 @@ class PipelineModel:
         self.facts = checker.describe(own_scheduler)
 
     def check(self, spec: SampleSpec) -> None:
-        """InputError where this pipeline cannot draw such a spec, with the nearest that it can."""
+        """Raise InputError if the pipeline does not support a spec, with the nearest valid values."""
         self._checker.check_spec(spec)
 
     def draw(self, specs: Sequence[SampleSpec], on_step: Callable[[], None]) -> PendingImages:
-        """Draw specs that share shape, steps and guidance; the pixels may still be on their way when this returns.
+        """Generate images for specs that share shape, steps and guidance.
 
-        `on_step` is called after every step of every pass; most calls are one pass.
+        The pixels may still be in transfer when this returns. `on_step` is called after every step of every pass; most
+        calls are one pass.
         """
         first = specs[0]
         if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in specs):
-            raise ValueError("the specs of one call have one shape and one guidance scale")
+            raise ValueError("the specs of one call must have one shape and one guidance scale")
         self._text_limit.warn_once(specs)
         if not self._checker.family.pads_text_to_fixed_length and len(specs) > 1:
-            # A prompt padded to its longest neighbour would draw another image beside another neighbour.
+            # Padding to the longest prompt would make an image depend on the other prompts of the batch.
             return merge_results(
                 [
                     PartialResult(result=self._draw_once([spec], on_step), rows=(row,), result_rows=(0,))
@@ -214,7 +215,7 @@ class PipelineModel:
             )
         without = tuple(row for row, spec in enumerate(specs) if not spec.negative_prompt)
         if self._zeroes_empty_negative_prompt and 0 < len(without) < len(specs):
-            # Such a pipeline treats a call without negative prompts differently from one empty text among others.
+            # Such a pipeline treats a call without negative prompts differently from one with some empty ones.
             given = tuple(row for row in range(len(specs)) if row not in without)
             blank = [replace(spec, negative_prompt="") for spec in specs]
             return merge_results(
@@ -260,10 +261,9 @@ class PipelineModel:
                 raise
             given = ", ".join(f"{name}={value!r}" for name, value in self._options.arguments.items())
             raise InputError(
-                f"{type(self._pipe).__name__} does not draw with --pipeline_args {given}: "
-                f"{type(error).__name__}: {error}",
-                "values that the pipeline's own call accepts",
-                "change them, or leave them out to see whether they are the reason",
+                f"{type(self._pipe).__name__} failed with --pipeline_args {given}: {type(error).__name__}: {error}",
+                "values that the pipeline's call accepts",
+                "change them, or leave them out to see whether they are the cause",
             ) from error
         finally:
             if not finished:
@@ -285,7 +285,7 @@ class PipelineModel:
         offered: dict[str, Any] = {
             "guidance_scale": first.guidance_scale,
             "num_frames": num_frames,
-            # The size asked for is the size drawn; the family's nearest bucket would be another image.
+            # Generate the requested size, not the family's nearest bucket.
             "use_resolution_binning": False,
         }
         nothing_given = not any(spec.negative_prompt for spec in specs)
@@ -316,7 +316,7 @@ class PipelineModel:
     def _decode_in_float32(
         self, specs: Sequence[SampleSpec], rows: Sequence[int], decode_call: DecodeCall
     ) -> list[Frames | ImageError]:
-        """Decode some rows once more with the autoencoder in float32, and put every weight back as it was."""
+        """Decode some rows again with the autoencoder in float32, then restore its weights."""
         vae = self._pipe.vae
         num_rows = len(decode_call.finite_rows)
 

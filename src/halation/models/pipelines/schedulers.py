@@ -1,4 +1,4 @@
-"""Other schedulers for a pipeline, made from the config of its own scheduler."""
+"""Creates schedulers for a pipeline from the config of its own scheduler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WITH_FLOW_SIGMAS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "
 
 
 def ddpm_path(scheduler: Any) -> DDPMPath:
-    """The scheduler's own table of signal shares and its prediction, for families trained with DDPM."""
+    """Return the noise path of a DDPM scheduler: its `alphas_cumprod` and its prediction type."""
     prediction = scheduler.config.get("prediction_type")
     alphas_cumprod = getattr(scheduler, "alphas_cumprod", None)
     if alphas_cumprod is None or is_flow(scheduler) or prediction not in PREDICTION_TYPES:
@@ -46,18 +46,18 @@ def ddpm_path(scheduler: Any) -> DDPMPath:
 
 
 def rectified_flow_path(scheduler: Any) -> RectifiedFlowPath:
-    """The straight line of rectified flow, for families trained on it."""
+    """Return the rectified flow path, for families trained with it."""
     if not is_flow(scheduler):
         raise InputError(
             f"the scheduler {type(scheduler).__name__}",
-            "a flow-matching scheduler, which is what this family is trained with",
+            "a flow-matching scheduler: this family is trained with flow matching",
             "put the scheduler that the model was published with into its scheduler folder",
         )
     return RectifiedFlowPath()
 
 
 def time_shift_for_tokens(scheduler: Any, num_tokens: int) -> float:
-    """How far a flow scheduler moves its times towards noise for an image of so many tokens."""
+    """Return the time shift (towards noise) of a flow scheduler for this number of tokens."""
     config = scheduler.config
     if not config.get("use_dynamic_shifting"):
         return time_shift(scheduler)
@@ -66,25 +66,25 @@ def time_shift_for_tokens(scheduler: Any, num_tokens: int) -> float:
 
 
 def _dynamic_shift(config: Any, num_tokens: int) -> float:
-    """The line through two sizes of images that the pipelines draw, by default through those of FLUX."""
+    """Interpolate the shift linearly in the number of tokens; the defaults are those of FLUX."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     return float(least + (most - least) * (num_tokens - low) / (high - low))
 
 
 def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, num_tokens: int) -> Any:
-    """A first-order solver that goes from pure noise to the image in `num_steps` steps of equal (shifted) time.
+    """Create a first-order solver with `num_steps` steps of equal (shifted) time.
 
-    Rectified flow is drawn by Euler at the shift the teacher has for this size; a table of noise levels by DDIM without
-    noise of its own, from the last level on.
+    Rectified flow uses Euler with the teacher's shift for this size. A table of noise levels uses DDIM without added
+    noise, starting at the last level.
     """
     levels = int(scheduler.config.num_train_timesteps)
     if not is_flow(scheduler):
-        if levels % num_steps:  # DDIM counts whole levels: other steps land one level beside where the next one looks
+        if levels % num_steps:  # DDIM uses integer levels: other steps would end one level off the start of the next
             even = [str(number) for number in range(1, 9) if levels % number == 0]
             raise InputError(
-                f"--student_steps {num_steps} of a table of {levels} noise levels",
-                "steps that divide it, so that each lands where the next one begins",
+                f"--student_steps {num_steps} for a table of {levels} noise levels",
+                "a divisor of it, so that each step ends where the next one starts",
                 f"use one of {', '.join(even)}",
             )
         return diffusers.DDIMScheduler.from_config(
@@ -103,15 +103,15 @@ def few_step_scheduler(scheduler: Any, family: PipelineFamily, num_steps: int, n
 
 
 def _terminal_shift_settings(shift: float, num_steps: int, levels: int) -> dict[str, float]:
-    """Settings that make a scheduler, to which the pipeline leaves the times, go through K equal steps.
+    """Return settings with which a scheduler that chooses its own times takes K equal steps.
 
-    By default it spreads its times down to its lowest level, and its last step of few would do nothing. Its own
-    stretching corrects that: with the shift below, times that end at a K-th of the way, shifted, are those that K equal
-    steps go through.
+    By default it spreads its times down to its lowest level, so that the last of few steps would do nothing.
+    `shift_terminal` corrects that: together with the shift below, its times are those of K equal steps, of which the
+    last starts at 1/K (shifted).
 
-    Times u from 1 to m become 1 - (1 - T) / (1 - w(m)) * (1 - w(u)) with w(u) = a u / (1 + (a - 1) u). That is the
-    wanted s u' / (1 + (s - 1) u') at u' = 1 - r (1 - u), r = (K - 1) / K / (1 - m), for a = s / (s - (s - 1) r). The
-    lowest level m depends on a, by little: a few rounds settle it.
+    Times u from 1 to m become 1 - (1 - T) / (1 - w(m)) * (1 - w(u)) with w(u) = a u / (1 + (a - 1) u). That equals the
+    required s u' / (1 + (s - 1) u') at u' = 1 - r (1 - u), r = (K - 1) / K / (1 - m), for a = s / (s - (s - 1) r). The
+    lowest level m depends weakly on a; a few iterations converge.
     """
     terminal = shift / num_steps / (1 + (shift - 1) / num_steps)
     own = shift
@@ -123,9 +123,9 @@ def _terminal_shift_settings(shift: float, num_steps: int, levels: int) -> dict[
 
 
 def sampling_times(scheduler: Any, family: PipelineFamily, num_steps: int, num_tokens: int) -> tuple[float, ...]:
-    """The times, from 1 to 0, that the pipeline's call goes through with this scheduler; one more than there are steps.
+    """Return the `num_steps + 1` times, from 1 to 0, of a pipeline's call with this scheduler.
 
-    The first is 1 whatever the scheduler calls it: a pipeline begins with pure noise.
+    The first is always 1, since a pipeline starts from pure noise.
     """
     copy = type(scheduler).from_config(scheduler.config)
     settings: dict[str, Any] = {}
@@ -136,24 +136,27 @@ def sampling_times(scheduler: Any, family: PipelineFamily, num_steps: int, num_t
     copy.set_timesteps(num_steps, **settings)
     if is_flow(copy):
         found = [float(sigma) for sigma in copy.sigmas]
-    else:  # the middle of a level, which no rounding takes for its neighbour
+    else:  # the middle of a level, so that rounding cannot give its neighbour
         found = [(int(level) + 0.5) / int(copy.config.num_train_timesteps) for level in copy.timesteps]
     inner = [time for time in dict.fromkeys(found[1:]) if time > 0]
     return (1.0, *inner, 0.0)
 
 
 def is_flow(scheduler: Any) -> bool:
-    """Whether the model predicts a velocity between noise and image, and not noise."""
+    """Return True for flow matching: the model predicts a velocity, not noise."""
     return type(scheduler).__name__.startswith("FlowMatch") or bool(scheduler.config.get("use_flow_sigmas"))
 
 
 def time_shift(scheduler: Any) -> float:
-    """How far a flow scheduler moves its times towards noise, which has two names; 1 where it does not."""
+    """Return the time shift of a flow scheduler, which has two config names; default 1."""
     return float(scheduler.config.get("shift", scheduler.config.get("flow_shift", 1.0)))
 
 
 def _is_available(name: str) -> bool:
-    """Classes whose libraries are missing are placeholders; one draws its noise from no generator we could give it."""
+    """Return True if diffusers has this scheduler and it takes a generator.
+
+    Classes whose libraries are missing are placeholders. DPMSolverSDEScheduler does not take a generator.
+    """
     kind = getattr(diffusers, name, None)
     return isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin) and name != "DPMSolverSDEScheduler"
 
@@ -166,7 +169,7 @@ def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> boo
     ):
         return False
     parameters = inspect.signature(getattr(diffusers, name).set_timesteps).parameters
-    # With flow sigmas of its own a scheduler is not handed the pipeline's.
+    # Pipelines do not pass their sigmas to a scheduler that uses flow sigmas.
     return all(
         item in parameters or (item == "sigmas" and name in _WITH_FLOW_SIGMAS)
         for item in family.set_timesteps_arguments
@@ -174,7 +177,7 @@ def _accepts_timesteps(name: str, scheduler: Any, family: PipelineFamily) -> boo
 
 
 def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
-    """The scheduler of this name, with the config of the one the model came with."""
+    """Create the scheduler of this name with the config of the model's own scheduler."""
     own = type(scheduler).__name__
     if is_flow(scheduler):
         short_names = {**SHORT_NAMES, **_FLOW_NAMES}
@@ -188,14 +191,14 @@ def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
     if class_name not in names:
         short = sorted(key for key, name in short_names.items() if name in names)
         raise InputError(
-            f"--scheduler {wanted} does not fit this pipeline, whose own is {own}",
-            f"one of {', '.join(short)}; or a class: {', '.join(names)}",
+            f"--scheduler {wanted} does not work with this pipeline, whose own scheduler is {own}",
+            f"one of {', '.join(short)}; or a class name: {', '.join(names)}",
             "choose one of those, or leave --scheduler out",
         )
     if class_name == own:
         return scheduler
     changes: dict[str, Any] = {}
-    if is_flow(scheduler):  # without the time shift another solver would walk another path of noise levels
+    if is_flow(scheduler):  # without the time shift another solver would use other noise levels
         shift = time_shift(scheduler)
         changes = {"shift": shift}
         if class_name in _WITH_FLOW_SIGMAS:
@@ -204,9 +207,9 @@ def make_scheduler(scheduler: Any, wanted: str, family: PipelineFamily) -> Any:
 
 
 def copy_with_timesteps(scheduler: Any, num_steps: int) -> Any:
-    """A copy of the scheduler with its timesteps set for `num_steps`; the scheduler itself is left alone."""
+    """Return a copy of the scheduler with its timesteps set for `num_steps`."""
     copy = type(scheduler).from_config(scheduler.config)
     shifting = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
-    with np.errstate(all="ignore"):  # a number of steps that it cannot make gives times that are none
+    with np.errstate(all="ignore"):  # an unsupported number of steps gives NaN times
         copy.set_timesteps(num_steps, **shifting)
     return copy

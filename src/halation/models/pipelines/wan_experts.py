@@ -1,4 +1,4 @@
-"""Two transformers that share the noise levels of one model, above and below a boundary."""
+"""Two transformers of one model, for noise levels above and below a boundary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halation.models.pipelines.folder_safety_check import PipelineFiles, read_js
 
 
 class ExpertPair(nn.Module):
-    """Both transformers behind the call of one: each row goes to the expert of its timestep."""
+    """Wraps both transformers as one; each row is passed to the expert of its timestep."""
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
         """`boundary` is the lowest timestep of `high`."""
@@ -22,8 +22,8 @@ class ExpertPair(nn.Module):
         self.low = low
         self.boundary = boundary
         self.always_run_both = False
-        """Whether both run at every forward, on a dummy row where none is their own: ranks that share the weights of
-        both must gather them equally often."""
+        """Run both experts at every forward, on a dummy row if an expert has none. Ranks that share the sharded weights
+        must gather them equally often."""
         self._keep_in_fp32_modules = getattr(high, "_keep_in_fp32_modules", None)
 
     @property
@@ -31,7 +31,7 @@ class ExpertPair(nn.Module):
         return self.high.config
 
     def cache_context(self, _name: str, **_where: Any) -> AbstractContextManager[None]:
-        """What a pipeline enters around each call, for caches that are not in use here."""
+        """Return a null context; pipelines enter it around each call, for caches not used here."""
         return nullcontext()
 
     def forward(
@@ -43,7 +43,7 @@ class ExpertPair(nn.Module):
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """One timestep a row, or one for each token of a row, all alike."""
+        """Predict each row; `timestep` has one value per row, or one equal value per token."""
         rows = {"hidden_states": hidden_states, "timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         first = timestep if timestep.ndim == 1 else timestep[:, 0]
         is_high = first >= self.boundary
@@ -58,7 +58,7 @@ class ExpertPair(nn.Module):
         return (torch.cat(answers)[torch.cat(row_indices).argsort()],)
 
     def _run_expert(self, expert: nn.Module, rows: dict[str, Tensor], row_indices: Tensor) -> Tensor | None:
-        """The expert's answers to its own rows, or nothing where it has none."""
+        """Return the expert's predictions for its rows, or None if it has none."""
         num_rows = len(rows["timestep"])
         if len(row_indices) == num_rows:
             return _forward_rows(expert, rows)
@@ -75,7 +75,10 @@ def _forward_rows(expert: nn.Module, rows: dict[str, Tensor]) -> Tensor:
 
 
 def transformer_names(files: PipelineFiles, *, allow_experts: bool) -> tuple[str, ...]:
-    """The components of a pipeline folder that answer, one or, where `allow_experts` are welcome, two."""
+    """Return the names of the transformers of a pipeline folder.
+
+    There is one, or two experts if `allow_experts` is set.
+    """
     if "transformer" not in files.components:
         raise InputError(
             f"{files.path} has no transformer", "a pipeline with the component transformer", "download the whole model"
@@ -84,7 +87,7 @@ def transformer_names(files: PipelineFiles, *, allow_experts: bool) -> tuple[str
         return ("transformer",)
     if not allow_experts:
         raise InputError(
-            f"{files.path} has two transformers, one for high noise and one for low noise, which are not trained here",
+            f"{files.path} has two transformers, one for high and one for low noise, which cannot be trained",
             "a model with one transformer",
             f"distil it into one: halation distill --teacher_path {files.path}",
         )
@@ -92,6 +95,6 @@ def transformer_names(files: PipelineFiles, *, allow_experts: bool) -> tuple[str
 
 
 def has_two_experts(files: PipelineFiles) -> bool:
-    """Whether a folder says where its second transformer takes over; it is never called where no boundary is named."""
+    """Return True if a folder has a second transformer and the boundary that makes it used."""
     index = read_json(files.path / "model_index.json")
     return "transformer_2" in files.components and index.get("boundary_ratio") is not None

@@ -1,1 +1,1 @@
-"""Students of a distillation: shape, first weights, folder."""
+"""Students of a distillation: architecture, initial weights, pipeline folder."""

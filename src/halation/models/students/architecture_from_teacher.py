@@ -1,4 +1,4 @@
-"""From a student's config and its teacher's to the student's: one shape for all families."""
+"""Derives a student's architecture from its config and the teacher's, for all families."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIT_FAMILY = "dit"
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """What any transformer here consists of."""
+    """The architecture of a transformer, in the same terms for all families."""
 
     width: int
     depth: int
@@ -35,41 +35,41 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRules:
-    """What the shape of a family's transformer must keep to."""
+    """Constraints on the architecture of a family's transformer."""
 
     text_key: str = ""
-    """Where its config has the channels of the texts."""
+    """Config key of the text embedding channels."""
     head_multiple: int = 1
     min_head_width: int = 1
     width_multiple: int = 1
     block_lists: tuple[str, ...] = ("blocks",)
-    """Names of the lists of blocks, in the order in which blocks are counted."""
+    """Names of the lists of blocks, in the order in which blocks are numbered."""
     fixed_fields: tuple[str, ...] = ("latent_channels", "text_width")
-    """What no student may change."""
+    """Fields that a student cannot change."""
 
     def check_width(self, shape: TransformerShape, teacher: TransformerShape, family: str) -> None:
-        """Refuse a width or heads that a transformer of this family cannot have."""
+        """Reject a width or a number of heads that this family does not support."""
         if shape.width % shape.heads:
             near = max(1, round(shape.width / teacher.head_width))
             hint = (
                 f"heads to {near}" if shape.width % near == 0 else f"width to {shape.heads * max(1, shape.head_width)}"
             )
             raise InputError(
-                f"a student {shape.width} wide with {shape.heads} heads",
-                "a width that the heads divide",
-                f"set {hint}; the teacher's are {teacher.head_width} wide each",
+                f"a student of width {shape.width} with {shape.heads} heads",
+                "a width divisible by the number of heads",
+                f"set {hint}; the teacher's heads are {teacher.head_width} wide",
             )
         if shape.head_width % self.head_multiple or shape.head_width < self.min_head_width:
             raise InputError(
-                f"heads {shape.head_width} wide ({shape.width} over {shape.heads})",
-                f"a multiple of {self.head_multiple} from {self.min_head_width} on, "
-                f"which the rotary positions of {family} can take",
-                f"change width or heads; the teacher's are {teacher.head_width} wide",
+                f"heads {shape.head_width} wide ({shape.width} / {shape.heads})",
+                f"a multiple of {self.head_multiple}, at least {self.min_head_width}, "
+                f"for the rotary positions of {family}",
+                f"change width or heads; the teacher's heads are {teacher.head_width} wide",
             )
         if shape.width % self.width_multiple:
             raise InputError(
-                f"a student {shape.width} wide",
-                f"a multiple of {self.width_multiple}, which its positions and sizes are embedded in",
+                f"a student of width {shape.width}",
+                f"a multiple of {self.width_multiple}, for the embeddings of positions and sizes",
                 f"set width to {-(-shape.width // self.width_multiple) * self.width_multiple}",
             )
 
@@ -100,24 +100,24 @@ SHAPE_RULES = {
     "Wan": ShapeRules(text_key="text_dim", head_multiple=2, min_head_width=6),
 }
 _FIXED_REASONS = {
-    "latent_channels": "both work in the latents of one autoencoder",
-    "text_width": "both read the texts of the same encoders",
-    "mlp_ratio": "this family's feed-forward parts are always that much wider",
-    "patch_size": "the pipeline itself packs latents two by two",
+    "latent_channels": "both use the latents of one autoencoder",
+    "text_width": "both use the same text encoders",
+    "mlp_ratio": "it is fixed in this family",
+    "patch_size": "the pipeline packs latents two by two",
 }
 _FIELD_LABELS = {
     "latent_channels": "{} latent channels",
-    "text_width": "texts of {} channels",
+    "text_width": "text embeddings of {} channels",
     "mlp_ratio": "an mlp_ratio of {}",
     "patch_size": "patches of {}",
 }
 
 
-# -- what each family's config calls it
+# -- config keys of each family
 
 
 def read_shape(family: str, config: Mapping[str, Any]) -> TransformerShape:
-    """The shape that the config of a pipeline's transformer describes."""
+    """Read the architecture from the config of a pipeline's transformer."""
     heads = int(config["num_attention_heads"])
     width = heads * int(config["attention_head_dim"])
     depth, latent_channels = int(config["num_layers"]), config["in_channels"]
@@ -143,7 +143,7 @@ def read_shape(family: str, config: Mapping[str, Any]) -> TransformerShape:
 def _write_shape(
     family: str, teacher: Mapping[str, Any], shape: TransformerShape, layers: Sequence[int]
 ) -> dict[str, Any]:
-    """The teacher's config with the student's shape in it."""
+    """Return the teacher's config with the student's architecture."""
     sizes = {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_width, "num_layers": shape.depth}
     patches = {} if family == "FLUX" else {"patch_size": shape.patch_size}
     config = {**teacher, **sizes, **patches}
@@ -156,13 +156,13 @@ def _write_shape(
             dual = set(teacher.get("dual_attention_layers") or ())
             config |= {
                 "caption_projection_dim": shape.width,
-                # Positions are counted in patches: with larger ones the same image has fewer.
+                # Positions are counted in patches; with larger patches, an image has fewer of them.
                 "pos_embed_max_size": teacher["pos_embed_max_size"] * teacher["patch_size"] // shape.patch_size,
                 "dual_attention_layers": [place for place, layer in enumerate(layers) if layer in dual],
             }
         case "FLUX":
             double = sum(layer < teacher["num_layers"] for layer in layers)
-            # The teacher's axes in proportion, each even; what rounding leaves goes to the first.
+            # The teacher's axes in proportion, each even; the remainder goes to the first.
             before = teacher["axes_dims_rope"]
             axes = [max(2, int(axis * shape.head_width / sum(before)) // 2 * 2) for axis in before]
             axes[0] += shape.head_width - sum(axes)
@@ -174,7 +174,7 @@ def _write_shape(
 
 
 def rotary_dims(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The channels of a head that rotary positions turn together, one number an axis."""
+    """Return the channels of a head that rotary positions use, one number per axis."""
     head = int(config["attention_head_dim"])
     match family:
         case "HunyuanDiT":
@@ -187,25 +187,25 @@ def rotary_dims(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     return (head,)
 
 
-# -- the student's shape
+# -- the student's architecture
 
 
 def transformer_config(
     class_name: str, teacher: Mapping[str, Any], student: StudentConfig
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """A pipeline's transformer in the student's shape, and which of the teacher's blocks each of its own stands for."""
+    """Return the student's transformer config, and the teacher's block for each of its blocks."""
     family = get_family(class_name).name
     rules = SHAPE_RULES[family]
     has_sizes = teacher.get("use_additional_conditions")
     if family == "PixArt" and (has_sizes or (has_sizes is None and teacher.get("sample_size") == 128)):
-        # PixArt-Alpha at 1,024 puts three embeddings of sizes beside each other, together as wide as the model.
+        # PixArt-Alpha at 1,024 pixels concatenates three size embeddings to the width of the model.
         rules = dataclasses.replace(rules, width_multiple=3 * rules.width_multiple)
     teacher_shape = read_shape(family, teacher)
     shape = _resolve_shape(student, teacher_shape, family, rules)
     layers = student.layers or select_layers(shape.depth, teacher_shape.depth)
     if family == "FLUX":
         double, single = int(teacher["num_layers"]), int(teacher["num_single_layers"])
-        if not student.layers and shape.depth > 1:  # of both kinds, in proportion
+        if not student.layers and shape.depth > 1:  # blocks of both kinds, in proportion
             first = min(max(1, round(shape.depth * double / (double + single))), shape.depth - 1)
             first = first if single else shape.depth
             rest = select_layers(shape.depth - first, single)
@@ -214,7 +214,7 @@ def transformer_config(
         if not kinds[0] or kinds != sorted(kinds, reverse=True):
             raise InputError(
                 f"layers {list(layers)} of FLUX",
-                f"at least one double block (0 to {double - 1}), and single ones (from {double} on) after them",
+                f"at least one double block (0 to {double - 1}), followed by single blocks (from {double})",
                 "reorder the layers",
             )
     if shape == teacher_shape and layers == tuple(range(teacher_shape.depth)):
@@ -223,7 +223,7 @@ def transformer_config(
 
 
 def dit_config(teacher: DiTConfig, student: StudentConfig) -> tuple[DiTConfig, tuple[int, ...]]:
-    """A DiT in the student's shape, and which of the teacher's blocks each of its own stands for."""
+    """Return the student's DiT config, and the teacher's block for each of its blocks."""
     teacher_shape = TransformerShape(
         width=teacher.hidden,
         depth=teacher.depth,
@@ -246,7 +246,10 @@ def dit_config(teacher: DiTConfig, student: StudentConfig) -> tuple[DiTConfig, t
 
 
 def select_layers(num: int, depth: int) -> tuple[int, ...]:
-    """`num` of `depth` blocks, evenly, the first and the last among them; more than there are repeat evenly."""
+    """Select `num` of `depth` blocks evenly, including the first and the last.
+
+    If `num` is larger than `depth`, blocks repeat evenly.
+    """
     if num == 1:
         return (0,)
     if num <= depth:
@@ -257,12 +260,12 @@ def select_layers(num: int, depth: int) -> tuple[int, ...]:
 def _resolve_shape(
     student: StudentConfig, teacher: TransformerShape, family: str, rules: ShapeRules
 ) -> TransformerShape:
-    """The student's shape, or an error where the family has no such shape."""
+    """Return the student's architecture; raise InputError if the family does not support it."""
     word = re.sub(r"[^a-z0-9]", "", family.lower())
     if student.family is not None and re.sub(r"[^a-z0-9]", "", student.family.lower()) not in (word, f"halation{word}"):
         raise InputError(
-            f"a student of the family {student.family}, of a teacher of the family {word}",
-            "one family for both: they read the same texts and work in the same latents",
+            f"a student of the family {student.family} for a teacher of the family {word}",
+            "the same family for both: they use the same text encoders and latents",
             f'write "family": "{word}", or null',
         )
     for key in rules.fixed_fields:
@@ -284,9 +287,9 @@ def _resolve_shape(
 
 
 def check_patch_size(class_name: str, teacher: Mapping[str, Any], student: StudentConfig) -> None:
-    """For pipelines that tell the transformer a time for each token, and so know how many there are."""
+    """Reject another patch size for pipelines that pass one time per token."""
     shape = read_shape(get_family(class_name).name, teacher)
-    _check_same("patch_size", student, shape, "the pipeline tells each token of that size its time")
+    _check_same("patch_size", student, shape, "the pipeline passes one time per token, for tokens of that size")
 
 
 def _check_same(key: str, student: StudentConfig, teacher: TransformerShape, why: str) -> None:

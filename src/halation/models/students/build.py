@@ -1,4 +1,4 @@
-"""Opens students: models of their teacher's family, smaller or drawn in fewer steps."""
+"""Builds students: models of the teacher's family that are smaller or need fewer steps."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ def open_student(
     few_steps: int = 0,
     stays_on_cpu: bool = True,
 ) -> Denoiser:
-    """A student on the CPU, of the pipeline in a folder or of a DiT that is loaded; the teacher is left as it is.
+    """Build a student on the CPU, of the pipeline in a folder or of a loaded DiT.
 
-    `few_steps` is the number of steps it is drawn in by a first-order solver (the sampler `euler` of a DiT); 0 means as
-    the teacher is drawn. Adapters (`lora`) are put on the teacher's own weights.
+    The teacher is not changed. `few_steps` is the number of sampling steps of the student, with a first-order solver
+    (the sampler `euler` of a DiT); 0 means that it is sampled like the teacher. Adapters (`lora`) are added to the
+    teacher's weights.
     """
     if isinstance(few_steps, bool):
-        raise TypeError("few_steps is a number of steps: the scheduler of a student is made for it")
+        raise TypeError("few_steps is a number of steps, not a flag")
     if lora is not None and init == "random":
         raise InputError(
             "--lora_rank with --student_init random",
-            "adapters on the teacher's own weights",
+            "adapters on the teacher's weights",
             "leave one of the two out",
         )
     if isinstance(teacher, DiTDenoiser):
         if lora is not None:
             raise InputError(
                 "--lora_rank with a DiT of Halation as teacher",
-                "a diffusers pipeline, to which adapters are fitted",
-                "leave --lora_rank out: a DiT's students are trained whole",
+                "a diffusers pipeline: only pipelines support adapters",
+                "leave --lora_rank out: all weights of a DiT student are trained",
             )
         teacher.sample_shape(height, width)
         return _open_dit_student(teacher, shape, init, seed)
-    # Here, because diffusers takes seconds to import, and a DiT does without it.
+    # Imported here because diffusers takes seconds to import, and a DiT does not need it.
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.students.pipeline_student import PipelineStudent
 
@@ -64,8 +65,8 @@ def open_student(
     if lora is not None and not student.is_copy:
         said = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(shape).items() if value is not None)
         raise InputError(
-            f"--lora_rank with a student of another shape ({said})",
-            "adapters on the teacher's own weights, and so its shape",
+            f"--lora_rank with a student of another architecture ({said})",
+            "the teacher's architecture, since adapters are added to its weights",
             "leave --lora_rank or --student_config out",
         )
     return PipelineDenoiser.open(

@@ -1,18 +1,18 @@
-"""The shape of a student: a JSON file in which null or a missing key means the teacher's.
+"""The architecture of a student as JSON; null or a missing key is the teacher's value.
 
     {"family": "wan", "width": 1536, "heads": 12, "depth": 30, "patch_size": null}
 
-| key               | what it is                                            | where it may differ from the teacher's |
-|-------------------|-------------------------------------------------------|----------------------------------------|
-| `family`          | `dit`, `hunyuandit`, `pixart`, `sd3`, `flux` or `wan`  | nowhere: it is there to be checked     |
-| `width`           | channels of the transformer; `heads` divides it       | everywhere                             |
-| `heads`           | attention heads; a head is `width / heads` wide       | everywhere                             |
-| `depth`           | blocks (of FLUX double and single ones together)      | everywhere                             |
-| `layers`          | the teacher's blocks to keep, from 0; not `depth`     | everywhere                             |
-| `mlp_ratio`       | width of the feed-forward part over `width`           | HunyuanDiT and Wan                     |
-| `patch_size`      | latents on a side of a patch; `patch` is the same key | everywhere but FLUX (packs two by two) |
-| `latent_channels` | channels of the autoencoder's latents                 | nowhere: both work in the same latents |
-| `text_width`      | channels of the text embeddings that are read         | a DiT, whose text encoder is its own   |
+| key               | meaning                                                | families that can change it            |
+|-------------------|--------------------------------------------------------|----------------------------------------|
+| `family`          | `dit`, `hunyuandit`, `pixart`, `sd3`, `flux` or `wan`  | none: only checked                     |
+| `width`           | channels of the transformer, a multiple of `heads`     | all                                    |
+| `heads`           | attention heads; a head is `width / heads` wide        | all                                    |
+| `depth`           | blocks (for FLUX double and single ones together)      | all                                    |
+| `layers`          | the teacher's blocks to keep, from 0; replaces `depth` | all                                    |
+| `mlp_ratio`       | width of the feed-forward part divided by `width`      | HunyuanDiT and Wan                     |
+| `patch_size`      | latents on a side of a patch; alias `patch`            | all but FLUX (packs two by two)        |
+| `latent_channels` | channels of the autoencoder's latents                  | none: both use the same latents        |
+| `text_width`      | channels of the text embeddings                        | DiT (has its own text encoder)         |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIASES = {"patch": "patch_size"}
 
 @dataclass(frozen=True, kw_only=True)
 class StudentConfig:
-    """What of a student's shape is said; None is as the teacher's."""
+    """The architecture of a student; None means the teacher's value."""
 
     family: str | None = None
     width: int | None = None
@@ -49,16 +49,16 @@ class StudentConfig:
         if self.layers is not None and self.depth not in (None, len(self.layers)):
             raise InputError(
                 f"a student of depth {self.depth} with {len(self.layers)} layers",
-                "one number of blocks",
-                "leave depth out where layers are listed",
+                "the same number of blocks in both",
+                "leave depth out if layers is given",
             )
 
     @classmethod
     def from_json(cls, value: Any, source: str = "the student's config") -> StudentConfig:
-        """From what a JSON file holds; `source` is its name in messages."""
+        """Parse the content of a JSON file; `source` is its name in messages."""
         if not isinstance(value, Mapping):
             raise InputError(
-                f"{source} holds {type(value).__name__}",
+                f"{source} contains a {type(value).__name__}",
                 'an object such as {"width": 384, "depth": 6}',
                 "write the keys and values in braces",
             )
@@ -69,18 +69,20 @@ class StudentConfig:
             if name not in known:
                 near = difflib.get_close_matches(str(key), [*known, *ALIASES], n=1, cutoff=0.0)
                 raise InputError(
-                    f"{source} has the key {str(key)!r}, which is none of a student's",
+                    f"{source} has the unknown key {str(key)!r}",
                     ", ".join([*known, *ALIASES]),
-                    f"write {near[0]}, or take it out" if near else "take it out",
+                    f"write {near[0]}, or remove it" if near else "remove it",
                 )
             if name in found:
-                raise InputError(f"{source} has {name} twice ({key} is the same)", "it once", "take one of them out")
+                raise InputError(
+                    f"{source} has {name} twice ({key} is the same key)", "each key once", "remove one of them"
+                )
             found[name] = None if entry is None else _check_value(source, name, entry)
         return cls(**found)
 
     @classmethod
     def read(cls, file: str | Path) -> StudentConfig:
-        """From a JSON file; no file at all ("") is a student of the teacher's own shape."""
+        """Read a JSON file; no file ("") means the architecture of the teacher."""
         if not str(file):
             return cls()
         path = Path(file)
@@ -88,7 +90,7 @@ class StudentConfig:
             value = read_json(path, max_bytes=MAX_SETTINGS_BYTES)
         except OSError as error:
             raise InputError(
-                f"{path} cannot be read: {error.strerror}", "the student's shape as JSON", "check --student_config"
+                f"{path} cannot be read: {error.strerror}", "the student's config as JSON", "check --student_config"
             ) from error
         except ValueError as error:
             raise InputError(
@@ -97,18 +99,18 @@ class StudentConfig:
         return cls.from_json(value, str(path))
 
     def as_json(self) -> dict[str, Any]:
-        """Only what was said."""
+        """Return only the values that were set."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
 
 
 def _check_value(source: str, name: str, entry: Any) -> Any:
-    fits, expected = _is_integer(entry, 1), "a whole number from 1 on"
+    fits, expected = _is_integer(entry, 1), "an integer of at least 1"
     if name == "family":
-        fits, expected = isinstance(entry, str), "a word such as wan"
+        fits, expected = isinstance(entry, str), "a name such as wan"
     elif name == "layers":
         fits = isinstance(entry, (list, tuple)) and bool(entry) and all(_is_integer(item, 0) for item in entry)
-        expected = "a list of numbers from 0 on, such as [0, 4, 8]"
+        expected = "a list of integers of at least 0, such as [0, 4, 8]"
     elif name == "mlp_ratio":
         fits = isinstance(entry, (int, float)) and not isinstance(entry, bool) and 0 < entry < 1000
         expected = "a number above 0, such as 4.0"

@@ -1,4 +1,4 @@
-"""A student inside a pipeline: its own transformer, and the scheduler it is drawn with."""
+"""A student inside a pipeline: its transformer and its scheduler."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from halation.models.students.config import StudentConfig
 from halation.models.students.shrink import ShrinkPlan, shrink_weights
 
 InitialWeights = Literal["teacher", "random", "none"]
-"""A copy of the teacher's, cut to size; random ones; or, where a checkpoint follows, whatever comes."""
+"""The teacher's weights cut to size, random weights, or any weights because a checkpoint is loaded later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStudent:
-    """What of a pipeline folder is the student's own."""
+    """The parts of a pipeline folder that belong to the student."""
 
     base: str
-    """The component whose weights it begins with, or would."""
+    """The teacher's component that the student is initialized from."""
     config: Mapping[str, Any]
-    """Its transformer's config."""
+    """Config of the student's transformer."""
     is_copy: bool
-    """Whether its transformer has the shape of the base."""
+    """True if its transformer has the architecture of the base."""
     few_steps: int = 0
-    """How many steps it is drawn in; 0 is as the teacher."""
+    """Number of sampling steps; 0 means that it is sampled like the teacher."""
     shrink_plan: ShrinkPlan | None = None
     init: InitialWeights = "none"
     seed: int = 0
@@ -47,9 +47,9 @@ class PipelineStudent:
     def from_teacher(
         cls, folder: Path, shape: StudentConfig, *, few_steps: int, init: InitialWeights, seed: int
     ) -> PipelineStudent:
-        """The student of the pipeline in a folder, which must be of a trainable family.
+        """Plan the student of the pipeline in a folder, which must be of a trainable family.
 
-        Of two experts it stands for the one of low noise, which draws what is seen.
+        If the teacher has two experts, the student starts from the low-noise expert, which produces the final image.
         """
         files = inspect_pipeline_folder(folder, pipeline_modules())
         pipeline_class(files)
@@ -82,7 +82,7 @@ class PipelineStudent:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PipelineStudent:
-        """What `as_json` wrote, to be filled from a checkpoint."""
+        """Restore the result of `as_json`; the weights come from a checkpoint."""
         is_copy, few_steps = bool(value["is_copy"]), int(value["few_steps"])
         return cls(base=str(value["base"]), config=dict(value["config"]), is_copy=is_copy, few_steps=few_steps)
 
@@ -92,12 +92,12 @@ class PipelineStudent:
 
     @property
     def replaced_components(self) -> set[str]:
-        """Components of the folder that are not the student's: it has its own, or none."""
+        """Components of the folder that the student replaces or does not have."""
         own = {"scheduler"} if self.few_steps else set()
         return own | {"transformer", self.base}
 
     def load_pipeline(self, files: PipelineFiles, dtype: torch.dtype) -> Any:
-        """The teacher's pipeline with the student in it, without text encoders."""
+        """Load the teacher's pipeline with the student's transformer, without text encoders."""
         transformer = self._load_transformer(files, dtype)
         without = {"boundary_ratio": None} if self.base == "transformer_2" else {}
         return load_components(
@@ -111,7 +111,8 @@ class PipelineStudent:
     def _load_transformer(self, files: PipelineFiles, dtype: torch.dtype) -> nn.Module:
         if self.init == "random" or (self.init == "none" and not self.is_copy):
             return self._create_transformer(files)
-        # A copy takes the teacher's even where a checkpoint follows: some have buffers, and adapters have a base.
+        # A copy loads the teacher's weights even if a checkpoint follows: some models have buffers, and adapters need
+        # their base weights.
         parts = load_components(files, dtype=dtype, absent=other_components(files, (self.base,)))
         teacher: nn.Module = getattr(parts, self.base)
         if self.is_copy:
@@ -129,7 +130,7 @@ class PipelineStudent:
         return module
 
     def set_scheduler(self, pipe: Any, height: int, width: int) -> None:
-        """Give the pipeline the scheduler of few steps, where the student is drawn in few."""
+        """Set the few-step scheduler if the student is sampled in few steps."""
         if self.few_steps:
             family = get_family(type(pipe).__name__)
             tokens = num_tokens(pipe, height, width)
@@ -141,7 +142,7 @@ def _transformer_class(files: PipelineFiles, base: str) -> Any:
 
 
 def num_tokens(pipe: Any, height: int, width: int) -> int:
-    """Patches of an image, by which some pipelines shift their times."""
+    """Number of patches of an image; some pipelines shift their times by it."""
     shape = read_shape(get_family(type(pipe).__name__).name, pipe.transformer.config)
     factor = getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor
     return (height // factor // shape.patch_size) * (width // factor // shape.patch_size)

@@ -1,6 +1,6 @@
-"""Cuts a teacher's weights to a student's: blocks by number, channels evenly, heads whole.
+"""Cuts a teacher's weights to a student's: blocks by number, channels evenly, whole heads.
 
-A tensor is cut by its name and by the two shapes it has to go between.
+How a tensor is cut depends on its name and on its two shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD_OUTPUT_LAYERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How channels are dealt out over heads, and which of a head's turn together."""
+    """Number of heads, and the channels of a head for each axis of the rotary positions."""
 
     num_heads: int
     axis_widths: tuple[int, ...]
@@ -38,24 +38,24 @@ class HeadLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkPlan:
-    """What becomes of a teacher: which of its blocks are kept, and how heads and patches of the two are made."""
+    """Which of the teacher's blocks are kept, and heads and patches of teacher and student."""
 
     layers: tuple[int, ...]
     heads: tuple[HeadLayout, HeadLayout]
     patch_sizes: tuple[int, int]
     channels_first: bool = False
-    """Whether the channels of a patch come before its pixels in the layer that reads or writes patches."""
+    """True if the channels of a patch come before its pixels in the layers that read or write patches."""
     block_lists: tuple[str, ...] = ("blocks",)
     first_layers: tuple[int, ...] = (0,)
-    """The number of the first block of each of the teacher's lists."""
+    """The number of the first block in each of the teacher's lists."""
     text_heads: tuple[HeadLayout, HeadLayout] | None = None
-    """Those of a text encoder that belongs to the model."""
+    """The heads of a text encoder that is part of the model."""
 
     @classmethod
     def for_transformers(
         cls, family: str, teacher: Mapping[str, Any], student: Mapping[str, Any], layers: Sequence[int]
     ) -> ShrinkPlan:
-        """For the configs of two transformers of a pipeline."""
+        """Plan for the configs of two pipeline transformers."""
         shapes = read_shape(family, teacher), read_shape(family, student)
         block_lists = SHAPE_RULES[family].block_lists
         return cls(
@@ -83,9 +83,10 @@ class ShrinkPlan:
         )
 
     def find_source(self, name: str, own: Tensor, teacher_parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """The teacher's tensor of this name in the block that is kept, or in the nearest block that has a fitting one.
+        """Find the teacher's tensor of this name in the kept block, or in the nearest block.
 
-        A block may have none, or one for another purpose (more or fewer vectors of modulation).
+        A block may not have the tensor, or have one with another number of modulation vectors; the nearest block with a
+        tensor of matching shape is used then.
         """
         number = next((place for place, known in enumerate(self.block_lists) if name.startswith(f"{known}.")), None)
         if number is None:
@@ -109,13 +110,13 @@ class ShrinkPlan:
         return ranked[0] if ranked else None
 
     def fit_tensor(self, name: str, tensor: Tensor, shape: torch.Size, *, has_input_axis: bool) -> Tensor:
-        """The tensor cut to a shape; with `has_input_axis` its second axis is what a layer reads, not what it holds.
+        """Cut a tensor to a shape; with `has_input_axis`, its second axis is a layer's input.
 
-        Inputs of fewer channels are not scaled up, nor are queries of narrower heads. Tried on a DiT of 3.1 M
-        parameters trained on streets (mean square of its answer 1.11) and its student of 96 of 160 channels and 3 of 5
-        blocks, 0.9 M: unscaled, inputs leave an error of 0.45, and 0.038 after 120 steps of training; scaled by the
-        root of the ratio 0.43 and 0.040, by the ratio 0.58 and 0.051. A random student begins at 1.11 and is at 0.149
-        by then.
+        Inputs of fewer channels are not scaled up, nor are queries of narrower heads. This was tested on a DiT of 3.1 M
+        parameters trained on streets (mean square of its output 1.11) and a student of 0.9 M parameters with 96 of 160
+        channels and 3 of 5 blocks. The error is 0.45 without scaling, and 0.038 after 120 training steps; scaled by the
+        square root of the ratio it is 0.43 and 0.040, scaled by the ratio 0.58 and 0.051. A random student starts at
+        1.11 and reaches 0.149 after the same steps.
         """
         tensor = self._resize_patches(name, tensor)
         for axis, size in enumerate(shape):
@@ -123,7 +124,7 @@ class ShrinkPlan:
             if before == size:
                 continue
             tensor = tensor.index_select(axis, self._kept_indices(name, axis, before, size))
-            if has_input_axis and axis == 1 and size > before:  # channels that are there several times count once
+            if has_input_axis and axis == 1 and size > before:  # repeated channels count once
                 tensor = tensor * (before / size)
         return tensor
 
@@ -133,7 +134,7 @@ class ShrinkPlan:
         teacher, student = self.text_heads if is_text and self.text_heads else self.heads
         inner, narrow = teacher.num_heads * teacher.width, student.num_heads * student.width
         if axis == 1 and re.match(r"single_transformer_blocks\.\d+\.proj_out$", layer):
-            # attention first, then its feed-forward part
+            # attention first, then the feed-forward part
             rest = [inner + place for place in evenly_spaced_indices(size - narrow, before - inner)]
             return torch.tensor([*_head_indices(teacher, student), *rest])
         if layer.endswith(_HEAD_OUTPUT_LAYERS if axis == 0 else _HEAD_INPUT_LAYERS):
@@ -145,7 +146,7 @@ class ShrinkPlan:
         return torch.tensor(evenly_spaced_indices(size, before))
 
     def _resize_patches(self, name: str, tensor: Tensor) -> Tensor:
-        """Fit layers that read or write patches to another patch size: inputs are averaged, and their sum stays."""
+        """Resize layers that read or write patches; input weights are averaged, keeping their sum."""
         before, after = self.patch_sizes
         if before == after:
             return tensor
@@ -160,7 +161,7 @@ class ShrinkPlan:
         return tensor
 
     def _resize_patch_axis(self, tensor: Tensor) -> Tensor:
-        """The last axis, a patch and its channels, as a patch of another size."""
+        """Resize the last axis, a patch with its channels, to the other patch size."""
         before, after = self.patch_sizes
         if self.channels_first:
             grid = F.interpolate(
@@ -174,9 +175,9 @@ class ShrinkPlan:
 
 @torch.no_grad()
 def shrink_weights(teacher: nn.Module, student: nn.Module, plan: ShrinkPlan) -> dict[str, Tensor]:
-    """Every parameter of the student, from the teacher's; one that the teacher has nothing like stays as it is.
+    """Return every parameter of the student, taken from the teacher's.
 
-    What has the same shape in both is the same to the bit.
+    Parameters of equal shape are bit-identical copies. Parameters that the teacher does not have keep their value.
     """
     teacher_parameters = dict(teacher.named_parameters())
     weights: dict[str, Tensor] = {}
@@ -194,10 +195,10 @@ def shrink_weights(teacher: nn.Module, student: nn.Module, plan: ShrinkPlan) -> 
 
 
 def evenly_spaced_indices(num: int, total: int) -> list[int]:
-    """Channel j of `num` is channel floor(j * total / num).
+    """Select `num` of `total` channels: channel j is channel floor(j * total / num).
 
-    Of sines and cosines, and of quarters and sixths that stand one after the other, a whole fraction keeps exactly the
-    ones that a narrower model would have.
+    If `num` divides `total`, concatenated groups (sines and cosines, quarters, sixths) keep exactly the channels that a
+    narrower model would have.
     """
     return [place * total // num for place in range(num)]
 
@@ -212,7 +213,7 @@ def _head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
 
 
 def _within_head_indices(teacher: HeadLayout, student: HeadLayout) -> list[int]:
-    """Channels of a head in pairs, which rotary positions turn, evenly in the part of each axis."""
+    """Select channels of a head evenly within each axis, in the pairs of rotary positions."""
     kept: list[int] = []
     first = 0
     for before, size in zip(teacher.axis_widths, student.axis_widths, strict=True):

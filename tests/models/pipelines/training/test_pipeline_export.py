@@ -186,7 +186,7 @@ def test_a_second_export_replaces_the_first_and_a_failed_one_leaves_it(tmp_path:
     shutil.copytree(files.path, empty)
     other = opened(empty)
     (empty / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(HalationError, match=r"has no tensor proj_out\.weight"):
+    with pytest.raises(HalationError, match=r"the tensor proj_out\.weight is neither"):
         export_pipeline(other, tmp_path / "export", averaged=lacking, raw=None)
     kept = load_file(tmp_path / "export" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert torch.equal(kept["proj_out.weight"], first["proj_out.weight"])

@@ -1,1 +1,1 @@
-"""Pipelines of diffusers as models to train: one module a family."""
+"""Models from diffusers pipelines, for training: one module per family."""

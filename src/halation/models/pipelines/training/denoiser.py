@@ -1,6 +1,6 @@
-"""A diffusers pipeline whose transformer is trained, behind the Denoiser protocols.
+"""A diffusers pipeline whose transformer is trained: implements the Denoiser protocols.
 
-Its text encoders are in memory only while they read.
+Its text encoders are in memory only while they encode.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _DEFAULT_OPTIONS = PipelineOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineInputs:
-    """Everything the pipeline's call needs for one batch, on the device."""
+    """All inputs of the pipeline's call for one batch, on the device."""
 
     condition: Condition
     null: Condition
@@ -86,9 +86,9 @@ class PipelineInputs:
 
 
 class AutocastTransformer:
-    """The transformer as its pipeline sees it: called in the solver's dtype, with inputs in float32.
+    """Wraps the transformer for its pipeline: runs in the solver's dtype, with float32 inputs.
 
-    Only the transformer runs under autocast; the scheduler's own arithmetic keeps the precision of the latents.
+    Only the transformer runs under autocast; the scheduler keeps the precision of the latents.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class AutocastTransformer:
 
 
 def module_dtype(module: nn.Module) -> torch.dtype:
-    """What the weights are in, but for those that a family keeps in float32 whatever the others are in."""
+    """Return the dtype of the weights, ignoring those that a family always keeps in float32."""
     fp32_modules = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     return next(
         parameter.dtype
@@ -121,9 +121,9 @@ def module_dtype(module: nn.Module) -> torch.dtype:
 
 
 class FixedDevicePipeline:
-    """A pipeline that is told its device.
+    """Mixin for a pipeline whose execution device is set explicitly.
 
-    That of its weights is another one where an engine keeps them in host memory.
+    The weights are on another device if an engine keeps them in host memory.
     """
 
     drawing_on = torch.device("cpu")
@@ -138,7 +138,7 @@ def cast_condition(condition: Condition, dtype: torch.dtype) -> Condition:
 
 
 class PipelineDenoiser:
-    """A pipeline folder as something to train: transformer, autoencoder, tokenizers and scheduler."""
+    """A trainable pipeline folder: transformer, autoencoder, tokenizers and scheduler."""
 
     def __init__(
         self,
@@ -187,11 +187,12 @@ class PipelineDenoiser:
         allow_experts: bool = False,
         student: PipelineStudent | None = None,
     ) -> PipelineDenoiser:
-        """Check a folder and open what training needs of it, on the CPU; images will be `height` x `width` by default.
+        """Check a folder and load the components that training needs, on the CPU.
 
-        The weights that are trained are in `weights_dtype`. Under adapters nothing of the base is trained, and it lies
-        in `dtype`. A model that is not to be trained may have two experts (`allow_experts`), and keeps the few weights
-        in float32 that its family keeps so. A `student` has a transformer of its own in the place of the folder's.
+        `height` and `width` are the default image size. Trained weights are in `weights_dtype`. With adapters (`lora`)
+        the base is not trained and is in `dtype`. A model that is not trained may have two experts (`allow_experts`),
+        and keeps the few weights in float32 that its family always keeps so. The transformer of a `student` replaces
+        the one of the folder.
         """
         files = inspect_pipeline_folder(Path(path), pipeline_modules())
         kind = pipeline_class(files)
@@ -212,7 +213,7 @@ class PipelineDenoiser:
         for name in transformers:
             prepare_weights(
                 getattr(pipe, name),
-                # A GPU's copy is memory of its own; until it is made, ranks of one machine share the file's pages.
+                # Moving to a GPU copies the weights; until then, ranks of one machine share the pages of the file.
                 own_memory=stays_on_cpu,
                 dtype=None if allow_experts or lora is not None else wanted,
             )
@@ -238,7 +239,7 @@ class PipelineDenoiser:
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> PipelineDenoiser:
-        """The denoiser that `describe` describes, with the weights of its base folder."""
+        """Rebuild the denoiser from the result of `describe`, with the weights of its base folder."""
         try:
             if description["version"] != 1:
                 raise ValueError(f"version {description['version']!r}")
@@ -255,9 +256,9 @@ class PipelineDenoiser:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"a pipeline's description that does not hold together: {type(error).__name__}: {error}",
-                "what describe() of a denoiser wrote",
-                "take the config.json of the run, written by this release of Halation",
+                f"an invalid pipeline description: {type(error).__name__}: {error}",
+                "a description written by describe() of a denoiser",
+                "use the config.json of the run, written by this release of Halation",
             ) from error
         if denoiser.fingerprint() != description.get("fingerprint"):
             raise InputError(
@@ -267,7 +268,7 @@ class PipelineDenoiser:
             )
         return denoiser
 
-    # What it is
+    # Properties
 
     @property
     def noise_path(self) -> paths.NoisePath:
@@ -283,7 +284,7 @@ class PipelineDenoiser:
 
     @property
     def scheduler(self) -> Any:
-        """The pipeline's own, or that of a student's few steps."""
+        """The pipeline's scheduler, or the few-step scheduler of a student."""
         return self._pipe.scheduler
 
     @property
@@ -296,7 +297,7 @@ class PipelineDenoiser:
 
     @property
     def default_size(self) -> tuple[int, int]:
-        """What the pipeline draws where no size is asked for."""
+        """The image size that the pipeline uses by default."""
         asked = tuple(call_parameters(type(self._pipe))[name].default for name in ("height", "width"))
         if all(isinstance(side, int) for side in asked):
             return asked
@@ -306,7 +307,7 @@ class PipelineDenoiser:
 
     @property
     def size_multiple(self) -> int:
-        """What height and width must divide by."""
+        """The number that must divide height and width."""
         return self._checker.size_multiple
 
     @property
@@ -325,7 +326,7 @@ class PipelineDenoiser:
             apply_gradient_checkpointing(unit)
 
     def fingerprint(self) -> str:
-        """A hash over the files of all components of the folder."""
+        """Hash of the files of all components of the folder."""
         if not self._fingerprint:
             self._fingerprint = components_fingerprint(self.files.path, self.files.components)
         return self._fingerprint
@@ -372,23 +373,26 @@ class PipelineDenoiser:
         return (self.space.channels, height // factor, width // factor)
 
     def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[text_encoding.EncodeTexts]:
-        """The text encoders on a device: texts to rows on the CPU. They are gone when it ends."""
+        """Context with the text encoders on a device: encodes texts to rows on the CPU.
+
+        The text encoders are freed when it exits.
+        """
         return self._text_encoder.load_encoders(device)
 
     def text_fingerprint(self) -> str:
-        """Equal where the same texts become the same embeddings."""
+        """Return a string that is equal if the same texts have the same embeddings."""
         return self._text_encoder.fingerprint()
 
     def set_text_store(self, store: text_encoding.TextStore) -> None:
-        """Read embeddings from here; a text that is not in it is encoded when it is asked for."""
+        """Read embeddings from a store; texts that it does not have are encoded on demand."""
         self._text_encoder.store = store
 
     def share_text_store(self, other: PipelineDenoiser) -> None:
-        """Read embeddings where another denoiser of the same folder does."""
+        """Use the text store of another denoiser of the same folder."""
         self._text_encoder.store = other._text_encoder.store
 
     def keep_text_encoders(self) -> None:
-        """Keep the text encoders on the device from now on, where prompts come one after the other."""
+        """Keep the text encoders on the device, for prompts that are encoded one after the other."""
         self._text_encoder.keep_loaded(self._device)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Condition:
@@ -412,18 +416,18 @@ class PipelineDenoiser:
         dtype = torch.float32 if is_autocast else module_dtype(self.module)
         return self.family.predict(module, x.to(dtype), t, cast_condition(condition, dtype))
 
-    # Drawing
+    # Sampling
 
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         tokens = num_tokens(self._pipe, height, width)
         return sampling_times(self._pipe.scheduler, get_family(self.files.class_name), num_steps, tokens)
 
     def prepare(self, batch: SampleBatch, device: torch.device | str) -> PipelineInputs:
-        """Everything the pipeline would refuse is refused here."""
+        """Build the inputs of a batch; raise here for everything that the pipeline would reject."""
         prompts = [spec.prompt for spec in batch.specs]
         first = batch.specs[0]
         if any(spec.shape != first.shape or spec.guidance_scale != first.guidance_scale for spec in batch.specs):
-            raise ValueError("the specs of one batch have one shape and one guidance scale")
+            raise ValueError("the specs of one batch must have one shape and one guidance scale")
         for spec in batch.specs:
             self._checker.check_spec(spec)
         null = self.encode_prompts([spec.negative_prompt for spec in batch.specs])
@@ -459,7 +463,7 @@ class PipelineDenoiser:
 
     @torch.no_grad()
     def sample(self, inputs: PipelineInputs, solver: SolverSettings, on_step: Callable[[], None]) -> Tensor:
-        """By the pipeline's own call: the latents that `pipe(prompt=..., generator=...)` would decode."""
+        """Run the pipeline's call; return the latents that it would decode."""
         pipe, channels = self._pipe, self.sample_shape(inputs.height, inputs.width)
         transformer = AutocastTransformer(self.module, solver.dtype, inputs.device)
         pipe.drawing_on = inputs.device
@@ -480,7 +484,7 @@ class PipelineDenoiser:
 
     @contextmanager
     def _replace_transformer(self, module: AutocastTransformer) -> Iterator[None]:
-        """This one in the place of the pipeline's transformer, or in the places of both where it has two."""
+        """Replace the pipeline's transformer, or both if it has two, inside the context."""
         pipe = self._pipe
         names = [name for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None]
         originals = {name: getattr(pipe, name) for name in names}

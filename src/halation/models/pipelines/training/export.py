@@ -1,6 +1,6 @@
 """Exports a whole pipeline folder with trained weights, for diffusers and `generate`.
 
-It appears under its name complete or not at all: a kill leaves a temporary folder that nothing opens, and that the next
+The export is atomic: if the process is killed, a temporary folder remains, which is never read and which the next
 export removes.
 """
 
@@ -34,18 +34,18 @@ _INDEX_FILE = "model_index.json"
 _WEIGHTS_STEM = "diffusion_pytorch_model"
 _MAX_SHARD = 5 * 10**9
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".safetensors")
-"""What a component consists of where no pickle and no other framework's weights are wanted."""
+"""The files of a component without pickles and without weights of other frameworks."""
 _VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(?=[.-])")
 
 
 def export_pipeline(
     denoiser: PipelineDenoiser, folder: Path, *, averaged: Mapping[str, Tensor], raw: Mapping[str, Tensor] | None
 ) -> None:
-    """Write the pipeline of `denoiser`: averaged weights in `transformer`, raw ones beside it.
+    """Write the pipeline of `denoiser`: EMA weights in `transformer`, raw ones beside it.
 
-    Raw weights go to `transformer_raw`. Adapters are merged into the transformer, and lie beside it as LORA_FILE too.
-    Both mappings are by the names of the module's trained parameters. All other components are copied from the base
-    folder; a student brings a config and, where it is drawn in few steps, a scheduler of its own.
+    Raw weights go to `transformer_raw`. Adapters are merged into the transformer and also written as LORA_FILE. Both
+    mappings use the names of the module's trained parameters. All other components are copied from the base folder. A
+    student has its own config and, if it is sampled in few steps, its own scheduler.
     """
     for stale in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -82,7 +82,7 @@ def _write_pipeline(
         tensors, settings = lora.to_diffusers(averaged)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
         metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
-        # The library's own writer puts several keys of metadata in another order each time.
+        # save_file of safetensors writes several metadata keys in a random order.
         write_safetensors(staging / LORA_FILE, whole, metadata)
     for licence in sorted(files.path.glob("LICENSE*")):
         if licence.is_file():
@@ -95,7 +95,7 @@ def _write_pipeline(
 
 
 def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, staging: Path) -> None:
-    """The scheduler that the student was trained for, and an index that knows it and no second expert."""
+    """Write the student's scheduler and an index with it and without the second expert."""
     index = read_json(denoiser.files.path / _INDEX_FILE)
     if student.few_steps:
         scheduler = denoiser.scheduler
@@ -106,13 +106,13 @@ def _write_student(denoiser: PipelineDenoiser, student: PipelineStudent, staging
     _write_json(staging / _INDEX_FILE, index)
 
 
-# Components as they are
+# Unchanged components
 
 
 def _copy_component(source: Path, target: Path, variant: str | None) -> None:
-    """Copy a component as whole files, never links: a folder of a download cache is links into it.
+    """Copy a component as files, never as links, which a download cache consists of.
 
-    Weights of a variant get the plain name, which is looked for where no variant is named.
+    Weights of a variant get the plain name, so that they load without a variant argument.
     """
     target.mkdir()
     weights = _weight_files(source, variant)
@@ -128,7 +128,7 @@ def _copy_component(source: Path, target: Path, variant: str | None) -> None:
 
 
 def _weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The weights and their index that a pipeline opened with this variant has read."""
+    """Return the weights and their index that a pipeline with this variant loads."""
     every = sorted(path for path in folder.iterdir() if path.is_file() and ".safetensors" in path.name)
     by_variant = {path: (found.group(1) if (found := _VARIANT_PATTERN.search(path.name)) else None) for path in every}
     wanted = [path for path in every if variant is not None and by_variant[path] == variant]
@@ -145,17 +145,20 @@ def _write_json(target: Path, value: Any) -> None:
 def _export_tensors(
     denoiser: PipelineDenoiser, trained: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Each tensor of the transformer's files by name, made when it is asked for: trained, merged, or the base's own."""
+    """Yield each tensor of the transformer by name, with a function that makes it.
+
+    A tensor is trained, merged, or taken from the base.
+    """
     base = _untrained_weights(denoiser)
     lora = denoiser.lora
     for name in denoiser.module.state_dict():
         if is_adapter_name(name):
             continue
-        own = name.replace(".base_layer.", ".")  # its name in the transformer's own files
+        own = name.replace(".base_layer.", ".")  # its name in the transformer's files
         if name in trained:
             yield own, functools.partial(trained.__getitem__, name)
         elif own not in base:
-            raise HalationError(f"{denoiser.files.path / 'transformer'} has no tensor {own}, and training gave none")
+            raise HalationError(f"the tensor {own} is neither in {denoiser.files.path / 'transformer'} nor trained")
         elif lora is None:
             yield own, base[own]
         else:
@@ -163,7 +166,7 @@ def _export_tensors(
 
 
 def _untrained_weights(denoiser: PipelineDenoiser) -> dict[str, Callable[[], Tensor]]:
-    """What training leaves as it is: the base's own, and of a student of another shape its buffers."""
+    """Return the untrained tensors: those of the base, or the buffers of a resized student."""
     files, student = denoiser.files, denoiser.student
     if student is not None and not student.is_copy:
         buffers = {name: buffer.detach() for name, buffer in denoiser.module.named_buffers()}
@@ -183,7 +186,10 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) -> None:
-    """One file, or shards and their index as diffusers names them; in memory there is one shard at a time."""
+    """Write one file, or shards with an index, named as in diffusers.
+
+    Only one shard is in memory at a time.
+    """
     shards: list[list[str]] = []
     total = size = 0
     waiting: dict[str, Tensor] = {}

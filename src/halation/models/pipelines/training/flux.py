@@ -12,25 +12,25 @@ from halation.models.denoiser import Condition, GuidanceKind
 from halation.models.pipelines.capabilities import call_parameters
 from halation.models.pipelines.schedulers import rectified_flow_path
 
-_TRAINING_GUIDANCE = 3.5  # what diffusers' own training tells a model with distilled guidance
+_TRAINING_GUIDANCE = 3.5  # the value that the training scripts of diffusers pass to a guidance-distilled model
 
 
 def pack_latents(x: Tensor) -> Tensor:
-    """NCHW to a sequence of two by two patches."""
+    """Convert NCHW to a sequence of 2 x 2 patches."""
     rows, channels, height, width = x.shape
     patches = x.reshape(rows, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(rows, (height // 2) * (width // 2), channels * 4)
 
 
 def unpack_latents(patches: Tensor, height: int, width: int) -> Tensor:
-    """The way back, to a height and width in latents."""
+    """Convert patches back to NCHW; height and width are in latents."""
     rows, _, channels = patches.shape
     grid = patches.reshape(rows, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return grid.reshape(rows, channels // 4, height, width)
 
 
 class FluxFamily:
-    """What is particular to FLUX, with guidance distilled into it (dev) or without (schnell)."""
+    """Implements TrainableFamily for FLUX, guidance-distilled (dev) or not (schnell)."""
 
     pipelines: ClassVar[tuple[str, ...]] = ("FluxPipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = (
@@ -81,7 +81,7 @@ class FluxFamily:
         return unpack_latents(answer, height, width)
 
     def _position_ids(self, height: int, width: int, device: torch.device) -> Tensor:
-        """Row and column of each patch."""
+        """Return row and column of each patch."""
         key = (height, width, device)
         if key not in self._positions:
             rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

@@ -13,12 +13,12 @@ from halation.flow.paths import TimeDistribution
 from halation.models.denoiser import Condition, GuidanceKind
 from halation.models.pipelines.schedulers import ddpm_path
 
-_TOKEN_LENGTHS = (77, 256)  # what the pipeline asks of its two tokenizers
-_DEFAULT_ORIGINAL_SIZE = (1024, 1024)  # the size the pipeline takes every drawn image to come from
+_TOKEN_LENGTHS = (77, 256)  # of the pipeline's two tokenizers
+_DEFAULT_ORIGINAL_SIZE = (1024, 1024)  # the original size that the pipeline passes for every image
 
 
 class HunyuanFamily:
-    """What is particular to HunyuanDiT."""
+    """Implements TrainableFamily for HunyuanDiT."""
 
     pipelines: ClassVar[tuple[str, ...]] = ("HunyuanDiTPipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -61,7 +61,7 @@ class HunyuanFamily:
         return rows
 
     def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
-        """Sizes of the file and of the image, and where the image's corner lies in the file at the image's scale."""
+        """Add the sizes of file and image, and the image's corner in the rescaled file."""
         if not self._has_size_condition:
             return condition
         size = torch.tensor([height, width], dtype=torch.float64, device=original_sizes.device)

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) by peft: target layers, initial weights, merging."""
+"""LoRA adapters (Hu et al. 2021) with peft: target layers, initial weights, merging."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from halation.errors import InputError
 
-_ADAPTER = "default"  # peft's name for an adapter that was given none
+_ADAPTER = "default"  # the default adapter name of peft
 _DOWN, _UP = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Adapters to train instead of a transformer's own weights: weight + alpha / rank * up @ down."""
+    """Settings of LoRA adapters: weight + alpha / rank * up @ down, with a frozen weight."""
 
     rank: int
     alpha: float = 0.0
     """0 means the rank, a scale of 1."""
     targets: tuple[str, ...] = ()
-    """Endings of layer names; none means the family's attention."""
+    """Endings of layer names; empty means the attention layers of the family."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -48,7 +48,7 @@ class LoraSettings:
         return cls(**{**value, "targets": tuple(value.get("targets", ()))})
 
     def merge(self, name: str, read_weight: Callable[[], Tensor], adapters: Mapping[str, Tensor]) -> Tensor:
-        """The weight of a transformer's file plus its adapter, in the weight's dtype; unchanged without an adapter."""
+        """Return a weight plus its adapter, in the weight's dtype; unchanged without an adapter."""
         weight, layer = read_weight(), name.removesuffix(".weight")
         down = adapters.get(f"{layer}{_DOWN}")
         up = adapters.get(f"{layer}{_UP}")
@@ -58,7 +58,7 @@ class LoraSettings:
         return total.to(weight.dtype)
 
     def to_diffusers(self, adapters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Adapters by the names `pipe.load_lora_weights` reads, and their settings under the same prefix."""
+        """Return adapters and settings under the names that `pipe.load_lora_weights` reads."""
         tensors = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
         layers = sorted({name.removesuffix(_DOWN) for name in adapters if name.endswith(_DOWN)})
         settings = {"r": self.rank, "lora_alpha": self.rank * self.scale, "target_modules": layers, "bias": "none"}
@@ -66,9 +66,9 @@ class LoraSettings:
 
 
 def inject_lora(module: nn.Module, lora: LoraSettings, default_targets: Sequence[str], seed: int) -> None:
-    """Put adapters into `module`, in place: float32, and the only parameters that ask for a gradient.
+    """Add float32 adapters to `module` in place; no other parameter keeps `requires_grad`.
 
-    The seed decides the first `down` matrices; `up` begins at zero, so that training begins at the base model.
+    The seed determines the initial `down` matrices. `up` starts at zero, so that training starts at the base model.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -80,7 +80,7 @@ def inject_lora(module: nn.Module, lora: LoraSettings, default_targets: Sequence
     names = _target_layers(module, lora.targets or tuple(default_targets), default_targets)
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.rank * lora.scale, "target_modules": names}
     config = LoraConfig(**settings, bias="none")
-    with torch.random.fork_rng(devices=[]):  # peft draws first numbers, which are replaced below
+    with torch.random.fork_rng(devices=[]):  # peft initializes randomly; the values are replaced below
         inject_adapter_in_model(config, module, adapter_name=_ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
@@ -105,13 +105,13 @@ def _target_layers(module: nn.Module, targets: Sequence[str], usual: Sequence[st
             endings: set[str] = set()
             for name in linear:
                 parts = name.split(".")
-                first = -2 if parts[-1].isdigit() else -1  # a layer in a list is known by the list
+                first = -2 if parts[-1].isdigit() else -1  # name a layer in a list with its list
                 endings |= {".".join(parts[first:]), ".".join(parts[first - 1 :])}
             near = list(dict.fromkeys([*difflib.get_close_matches(target, sorted(endings), n=3), *usual]))[:8]
             raise InputError(
                 f"--lora_targets {target}: {type(module).__name__} has no linear layer of that name",
                 f"endings of layer names, such as {', '.join(near)}",
-                "choose among those, or leave --lora_targets out for the layers of attention",
+                "use one of those, or leave --lora_targets out for the attention layers",
             )
         chosen += [name for name in found if name not in chosen]
     return chosen

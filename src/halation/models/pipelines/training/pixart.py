@@ -15,7 +15,7 @@ from halation.models.pipelines.schedulers import ddpm_path
 
 
 class PixArtFamily:
-    """What is particular to PixArt."""
+    """Implements TrainableFamily for PixArt."""
 
     pipelines: ClassVar[tuple[str, ...]] = ("PixArtAlphaPipeline", "PixArtSigmaPipeline")
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -67,7 +67,7 @@ class PixArtFamily:
         return answer.chunk(2, dim=1)[0] if self._predicts_variance else answer
 
     def _size_arguments(self, x: Tensor) -> dict[str, Tensor | None]:
-        """The image's own size, as the pipeline gives it; the size it was cut from is not among the conditions."""
+        """Return the image size as the pipeline passes it; the original size is not a condition."""
         if not self._has_size_condition:
             return {"resolution": None, "aspect_ratio": None}
         height, width = (side * self._vae_scale_factor for side in x.shape[-2:])

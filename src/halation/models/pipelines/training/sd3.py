@@ -14,7 +14,7 @@ from halation.models.pipelines.schedulers import rectified_flow_path
 
 
 class SD3Family:
-    """What is particular to Stable Diffusion 3 and 3.5."""
+    """Implements TrainableFamily for Stable Diffusion 3 and 3.5."""
 
     pipelines: ClassVar[tuple[str, ...]] = ("StableDiffusion3Pipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = (

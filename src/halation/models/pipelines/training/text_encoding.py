@@ -1,4 +1,4 @@
-"""Text encoders of a pipeline in training: loaded on demand, embeddings are cached."""
+"""Text encoders of a pipeline in training: loaded on demand, with cached embeddings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TextStore(Protocol):
 
 
 class PipelineTextEncoder:
-    """Texts to embeddings: from a store, from memory, or from encoders that are loaded for a moment."""
+    """Returns text embeddings from a store, from memory, or from temporarily loaded encoders."""
 
     def __init__(self, *, files: PipelineFiles, pipe: Any, family: TrainableFamily, dtype: str) -> None:
         self._files = files
@@ -52,7 +52,7 @@ class PipelineTextEncoder:
         self.store: TextStore | None = None
 
     def encode(self, texts: Sequence[str], device: torch.device) -> Condition:
-        """One row a text, on the CPU; missing ones are encoded now, on the device, and kept."""
+        """Return one row per text, on the CPU; missing texts are encoded on the device and cached."""
         missing = [text for text in dict.fromkeys(texts) if not self._has_encoded(text)]
         if missing:
             with (
@@ -70,7 +70,7 @@ class PipelineTextEncoder:
         return {name: torch.cat([row[name] for row in each]) for name in each[0]}
 
     def keep_loaded(self, device: torch.device) -> None:
-        """Keep the encoders on the device, where prompts come one after the other."""
+        """Keep the encoders on the device, for prompts that are encoded one after the other."""
         if self._loaded_encode is None:
             self._loaded_encode = self._exit_stack.enter_context(self.load_encoders(device))
 
@@ -88,10 +88,10 @@ class PipelineTextEncoder:
 
     @contextmanager
     def load_encoders(self, device: torch.device | str) -> Iterator[EncodeTexts]:
-        """The text encoders on a device; when this ends they are gone.
+        """Load the text encoders to a device; they are freed when the context exits.
 
-        Each text goes through alone, so that its embedding depends on nothing else; a text encoder that reads hundreds
-        of tokens is busy enough with one.
+        Texts are encoded one at a time, so that an embedding depends on nothing else. One text of hundreds of tokens is
+        enough to keep a text encoder busy.
         """
         pipe, place = self._pipe, torch.device(device)
         loaded = load_components(
@@ -121,7 +121,7 @@ class PipelineTextEncoder:
                 torch.cuda.empty_cache()
 
     def fingerprint(self) -> str:
-        """Equal where the same texts become the same embeddings."""
+        """Return a string that is equal if the same texts have the same embeddings."""
         if not self._fingerprint:
             tokenizers = tuple(name for name in self._files.components if name.startswith("tokenizer"))
             facts = [self._files.class_name, self._dtype, dict(self._family.token_lengths)]
@@ -132,6 +132,6 @@ class PipelineTextEncoder:
 
 
 def other_components(files: PipelineFiles, wanted: Collection[str]) -> list[str]:
-    """The components that hold weights, besides those wanted; tokenizers and schedulers weigh nothing."""
+    """Return the components with weights (not tokenizers, schedulers) other than `wanted`."""
     light = ("tokenizer", "scheduler")
     return [name for name in files.components if name not in wanted and not name.startswith(light)]

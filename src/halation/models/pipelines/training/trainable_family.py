@@ -21,50 +21,50 @@ from halation.models.pipelines.training.wan import WanFamily
 
 
 class TrainableFamily(Protocol):
-    """What training must know about a family.
+    """The properties of a family that training needs.
 
-    It is made from an opened pipeline, of which it keeps numbers and no weights.
+    It is created from a loaded pipeline and stores settings but no weights.
     """
 
     pipelines: ClassVar[tuple[str, ...]]
     lora_targets: ClassVar[tuple[str, ...]]
-    """Endings of the names of the linear layers that get adapters by default: those of attention."""
+    """Name endings of the linear layers that get adapters by default: those of attention."""
     time_sampling: ClassVar[paths.TimeDistribution]
     time_shift: float
-    """How its training times are spread, where no setting gives it."""
+    """Default shift of the training times."""
     guidance_kind: GuidanceKind
     embedded_guidance: float
-    """What a module with embedded guidance is told."""
+    """The guidance scale that is passed to a module with embedded guidance."""
     token_lengths: Mapping[str, int]
     """Tokens of each tokenizer that reach the model."""
 
     @property
     def noise_path(self) -> paths.NoisePath:
-        """How noise is mixed in, and what the transformer is asked for."""
+        """How noise is mixed in, and what the transformer predicts."""
 
     def zero_condition(self) -> Condition:
-        """One row of zeros with the names and shapes that `encode` gives."""
+        """Return one row of zeros with the names and shapes of `encode`."""
 
     def encode(self, pipe: Any, text: str, device: torch.device) -> Condition:
-        """One text by the pipeline's own text encoders, as one row."""
+        """Encode one text with the pipeline's text encoders, as one row."""
 
     def add_size_condition(self, condition: Condition, original_sizes: Tensor, height: int, width: int) -> Condition:
-        """The condition with what the family wants to know of the images' sizes, on the CPU."""
+        """Add the image sizes to the condition if the family reads them, on the CPU."""
 
     def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """What the transformer, bare or wrapped, predicts for states in its own dtype.
+        """Predict with the transformer, bare or wrapped, for states in its dtype.
 
-        NCHW, to be compared with the path's target.
+        The result is NCHW, to be compared with the path's target.
         """
 
     def prompt_arguments(self, condition: Condition, null: Condition) -> dict[str, Any]:
-        """The texts as arguments of the pipeline's call."""
+        """Return the encoded prompts as arguments of the pipeline's call."""
 
     def unpack_latents(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """NCHW latents from what the pipeline gives; height and width are in latents."""
+        """Convert the pipeline's latents to NCHW; height and width are in latents."""
 
     def shard_units(self, module: nn.Module) -> list[nn.Module]:
-        """The blocks to shard, recompute and compile one by one."""
+        """Return the blocks to shard, recompute and compile one by one."""
 
 
 _TRAINABLE_CLASSES: tuple[type[Any], ...] = (HunyuanFamily, PixArtFamily, SD3Family, FluxFamily, WanFamily)
@@ -72,12 +72,12 @@ TRAINABLE_FAMILIES: Mapping[str, type[Any]] = {name: kind for kind in _TRAINABLE
 
 
 def get_trainable_family(class_name: str, folder: Path) -> type[Any]:
-    """The family of a pipeline class, or a refusal that lists those there are."""
+    """Return the family of a pipeline class; the error for others lists the supported ones."""
     if class_name not in TRAINABLE_FAMILIES:
         known = ", ".join(f"{FAMILIES[name].name} ({name})" for name in TRAINABLE_FAMILIES)
         raise InputError(
-            f"{folder} holds a {class_name}, which cannot be trained here",
-            f"the pipeline of one of these families: {known}",
-            "choose a model of one of them; `halation generate` draws from the others",
+            f"{folder} contains a {class_name}, which cannot be trained",
+            f"a pipeline of one of these families: {known}",
+            "choose a model of one of them; the others work only with `halation generate`",
         )
     return TRAINABLE_FAMILIES[class_name]

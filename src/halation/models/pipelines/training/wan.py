@@ -13,12 +13,15 @@ from halation.models.pipelines.capabilities import call_parameters
 from halation.models.pipelines.schedulers import rectified_flow_path, time_shift
 from halation.models.pipelines.wan_experts import ExpertPair
 
-_FRAME_AXIS = 2  # the axis of frames in what the transformer and the pipeline see
-_TOKEN_SIZE = 2  # latents on a side of what the pipeline counts as one token where each token has a time
+_FRAME_AXIS = 2  # the frame axis in tensors of the transformer and the pipeline
+_TOKEN_SIZE = 2  # latents on a side of a token, as the pipeline counts tokens if each one has its own time
 
 
 class WanFamily:
-    """What is particular to Wan 2.1 and 2.2 where every video is one frame long; here that axis is left out."""
+    """Implements TrainableFamily for Wan 2.1 and 2.2, for videos of one frame.
+
+    The frame axis is left out of states and predictions.
+    """
 
     pipelines: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -48,7 +51,7 @@ class WanFamily:
         return condition
 
     def predict(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        timestep = t.to(torch.float32) * self._num_timesteps  # embedded in float32 whatever the weights are in
+        timestep = t.to(torch.float32) * self._num_timesteps  # embedded in float32 for any dtype of the weights
         if self._has_time_per_token:
             height, width = x.shape[-2:]
             timestep = timestep[:, None].expand(-1, -(-height // _TOKEN_SIZE) * -(-width // _TOKEN_SIZE))
