@@ -231,7 +231,7 @@ def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> 
     with started(generate(tmp_path, micro_batch=4), tmp_path / "log", "paint.000013:1+:sleep=100") as command:
         until(lambda: bool(fired(tmp_path / "log")), command=command)
         os.kill(command.process.pid, signal.SIGINT)
-        until(lambda: "once more to stop at once" in command.said(), command=command)
+        until(lambda: "signal again to stop immediately" in command.said(), command=command)
         os.kill(command.process.pid, signal.SIGINT)
         assert command.process.wait(20) == 130, "sooner than its batch would have been finished"
         command.until_gone(5)

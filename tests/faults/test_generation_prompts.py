@@ -121,7 +121,7 @@ def test_a_model_that_fails_for_every_prompt_ends_early_with_its_reason(tmp_path
     assert time.monotonic() - began < 10
     assert "images all failed" in said(tmp_path)
     assert "fault injected at paint" in said(tmp_path)
-    assert "nothing was drawn" in said(tmp_path)
+    assert "no image was generated" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
     assert len(fired(tmp_path / "log")) < 40
     assert checker.images(tmp_path / "out") == {}

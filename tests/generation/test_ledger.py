@@ -280,7 +280,7 @@ def test_verify_compares_the_spec_inside_an_image_with_its_row(
         wrong = ImageOutcome(index=4, state="done", sha256=rows[3]["sha256"], num_bytes=len(data))
         ledger.restore_outcomes([wrong], [])
     assert generate.run(written(tmp_path, verify=True)) == 0
-    assert f"{rows[4]['file_name']} is damaged: of another spec" in capsys.readouterr().err
+    assert f"{rows[4]['file_name']} is damaged: its spec differs" in capsys.readouterr().err
     assert images(folder) == before
 
 
