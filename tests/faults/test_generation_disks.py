@@ -216,7 +216,7 @@ def test_deleted_files_are_drawn_again_without_being_asked_for(tmp_path: Path) -
     for name in list(unbroken()[0])[3:20:4]:
         (tmp_path / "out" / name).unlink()
     assert run(tmp_path) == 0
-    assert "5 images were drawn but their files are gone" in said(tmp_path)
+    assert "5 images are done but their files are missing" in said(tmp_path)
     assert "5 of them now" in said(tmp_path)
     assert_whole(tmp_path)
 

@@ -206,7 +206,7 @@ def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float
         command.until_gone(5)
     assert checker.num_done(folder / "out") > before, "batches that were begun are finished"
     assert checker.leftovers(folder / "out") == []
-    assert "the same command draws them" in said(folder)
+    assert "run the same command to generate them" in said(folder)
     assert checker.summary(folder / "out")["interrupted"] is True
     assert len(checker.metadata(folder / "out")) == checker.num_done(folder / "out")
     return said(folder)

@@ -19,7 +19,7 @@ from halation.generation.ledger_setup import KIND_FILE, claim_ledger_kind, has_l
 from support.commands import Started, finish, halation, started, until
 
 NUM_ROWS = 12
-ADVICE = ("was begun with --cluster files", "was begun by one command alone")
+ADVICE = ("was started with --cluster files", "was started without --cluster files")
 
 
 def words(folder: Path, cluster: str, height: int, seconds: float = 0.0, **flags: object) -> list[str]:

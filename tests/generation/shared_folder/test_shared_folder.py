@@ -359,7 +359,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"png": "zlib"}, 'png coder: "isal" -> "zlib"'),
         ({"seed_start": 7}, "seed_start: 42 -> 7"),
         ({"accept_changes": True}, "--accept_changes with --cluster files"),
-        ({"cluster": "local"}, "was begun with --cluster files"),
+        ({"cluster": "local"}, "was started with --cluster files"),
     ],
 )
 def test_other_settings_are_refused_with_a_diff(begun: Path, flags: dict[str, object], said: str) -> None:
@@ -635,7 +635,7 @@ def test_images_it_does_not_know_are_not_written_over(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "000001_seed43.png").write_text("precious")
-    with pytest.raises(InputError, match=r"holds 000001_seed43\.png, which no run"):
+    with pytest.raises(InputError, match=r"holds 000001_seed43\.png but no ledger"):
         call(folder)
     assert (folder / "000001_seed43.png").read_text() == "precious"
 
