@@ -410,9 +410,7 @@ class GenerationSession:
         counts = self.ledger.counts()
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
-            rate = (
-                f", {stats.num_drawn} generated now in {stats.elapsed_s:.0f} s" if stats else ", all already done"
-            )
+            rate = f", {stats.num_drawn} generated now in {stats.elapsed_s:.0f} s" if stats else ", all already done"
             lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
             for reason, number in list(metadata_and_summary.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
