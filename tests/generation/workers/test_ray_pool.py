@@ -157,7 +157,7 @@ def test_a_process_that_dies_is_started_again_by_ray_itself(
     words = generate(tmp_path, cluster="auto", nproc=1)
     assert finish(words, tmp_path / "log", "paint.000007:1:kill:once", cluster.environment) == 0, said(tmp_path)
     assert len(fired(tmp_path / "log")) == 1
-    assert "Ray started it again" in said(tmp_path)
+    assert "Ray restarted it" in said(tmp_path)
     assert files(tmp_path) == undisturbed
     assert sum(worker["restarts"] for worker in summary(tmp_path)["workers"].values()) == 0
 
@@ -270,7 +270,7 @@ def test_a_lost_cluster_ends_the_command_with_one_sentence_and_another_one_goes_
         command.until_gone(10)
     sentences = [line for line in said(tmp_path).splitlines() if "is lost" in line and line.startswith("halation: ")]
     assert len(sentences) == 1, said(tmp_path)
-    assert "the same command goes on" in sentences[0]
+    assert "run the same command to resume" in sentences[0]
     assert "Traceback" not in said(tmp_path)
     assert_ends_locally(tmp_path, undisturbed)
 
