@@ -539,7 +539,7 @@ def test_one_rank_that_is_told_to_stop_stops_all_and_the_same_command_goes_on(sc
         until(lambda: list((tmp_path / "cache").rglob("chunk_*")), command=running)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         assert running.process.wait(30) == 143, running.said()
-    assert "goes on where it was" in (tmp_path / "log").read_text()
+    assert "run the same command to resume" in (tmp_path / "log").read_text()
     assert finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
 
 
@@ -568,7 +568,7 @@ def test_a_run_is_scored_only_where_its_folder_is_what_its_ledger_says(
     assert score(**wanted)["metrics"]["fd"]["num_generated"] == 6
     other = tmp_path / "wrong.txt"
     other.write_text("".join(f"another {n}\n" for n in range(6)))
-    with pytest.raises(InputError, match="was drawn for"):
+    with pytest.raises(InputError, match="was generated for"):
         score(**wanted, prompts=str(other))
 
 

@@ -329,7 +329,7 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Pa
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE bookmarks(url TEXT)")
     before = path.read_bytes()
-    with pytest.raises(InputError, match=r"a database of another program \(its tables: bookmarks\)"):
+    with pytest.raises(InputError, match=r"a database of another program \(tables: bookmarks\)"):
         generate.run(config)
     assert path.read_bytes() == before
 
@@ -522,5 +522,5 @@ def test_evaluate_refuses_damaged_metadata_of_a_folder_that_several_commands_sha
     generate.run(config)
     assert len(open_generated(config.output_dir).names) == 24
     flip(config.output_dir / "metadata.jsonl", b"prompt number 5 of", offset=7)
-    with pytest.raises(InputError, match=r"metadata\.jsonl is not what its summary"):
+    with pytest.raises(InputError, match=r"metadata\.jsonl does not match its hash in summary"):
         open_generated(config.output_dir)

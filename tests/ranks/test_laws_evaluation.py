@@ -232,7 +232,7 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
     ranks.run(2, rank_jobs.train, config)
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
     drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "batches for an evaluation" in line]
-    assert f"drawing {5 - len(kept)} of 5 batches" in drawn[-1]
+    assert f"sampling {5 - len(kept)} of 5 batches" in drawn[-1]
     assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
 
 
