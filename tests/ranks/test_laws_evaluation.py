@@ -404,7 +404,7 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
         ({"eval_extractor": "inception", "eval_weights": "/nosuch.pth"}, r"/nosuch\.pth", "check --eval_weights"),
         ({"eval_metrics": ("clip",), "eval_clip_model": "nobody/nothing"}, "nobody/nothing", "by --eval_clip_model"),
         ({"eval_extractor": "nosuch"}, "the extractor 'nosuch'", "check --eval_extractor"),
-        ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "leave it out"),
+        ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "omit it"),
     ],
 )
 def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step_in_the_flags_of_training(
