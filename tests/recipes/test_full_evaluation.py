@@ -122,7 +122,10 @@ QUICK = {
 }
 SLOW = {
     "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
-    "no folder of CLIP": ({"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"}, "is not a folder and could not be downloaded"),
+    "no folder of CLIP": (
+        {"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"},
+        "is not a folder and could not be downloaded",
+    ),
     "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no images"),
     "FID of streets": ({"REFERENCE": "streets", "METRICS": "fid", "PROMPTS_CSV": "given.txt"}, "FD-streets"),
     "too few images": (

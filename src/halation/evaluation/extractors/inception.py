@@ -243,7 +243,7 @@ def build_inception(tensors: Mapping[str, Tensor]) -> InceptionV3:
 
 
 def _is_compared(name: str) -> bool:
-    """Return False for step counters of batch norms, which are unused and absent in older files."""
+    """Return False for step counters of batch norms: unused, and missing in older files."""
     return not name.endswith("num_batches_tracked")
 
 
