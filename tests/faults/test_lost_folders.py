@@ -94,7 +94,7 @@ def test_a_generation_whose_folder_is_moved_goes_on_when_it_is_back(
     before = num_images(tmp_path / "out")
     assert 4 <= before < PROMPTS.count("\n")
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
-    assert f"{PROMPTS.count(chr(10)) - before} of them now" in (tmp_path / "second").read_text()
+    assert f"{PROMPTS.count(chr(10)) - before} generated now" in (tmp_path / "second").read_text()
     assert_generated(tmp_path / "out")
 
 

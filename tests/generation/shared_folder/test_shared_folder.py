@@ -646,10 +646,10 @@ def test_images_of_a_run_whose_ledger_is_lost_are_not_written_over(tmp_path: Pat
     drawn = images(folder)
     shutil.rmtree(folder / "ledger")
     for height in (32, 48):
-        with pytest.raises(InputError, match="which no run"):
+        with pytest.raises(InputError, match="but no ledger of"):
             call(folder, height=height)
     (folder / "config.json").unlink()
-    with pytest.raises(InputError, match="which no run"):
+    with pytest.raises(InputError, match="but no ledger of"):
         call(folder, height=48)
     (folder / "ledger" / "leases").mkdir(parents=True)  # as after a backup that kept folders and lost files
     with pytest.raises(InputError, match="emptied or replaced"):
