@@ -252,7 +252,7 @@ class Ledger:
     def _remove_wal(self) -> None:
         """Remove an empty log that a reader kept alive.
 
-        The last connection to close removes the log, but a read-only one cannot. Retry until the reader is gone.
+        The last connection to close removes the log, but a read-only one cannot. Retry a few times, in case the reader closes.
         """
         wal_path = self._log_path
         for wait_s in CLOSE_WAITS_S:

@@ -100,7 +100,7 @@ def _write_kind(descriptor: int, kind: LedgerKind) -> None:
 
 
 def _try_lock(descriptor: int, operation: int) -> bool | None:
-    """Return True if the lock was acquired, None on a file system without locks."""
+    """Return True if the lock was acquired, False if it is held, None if locks are unsupported."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -342,7 +342,7 @@ class Supervisor:
             )
 
     def _handle_exit(self, state: WorkerState, event: WorkerEvent) -> None:
-        """Mark batches in progress as suspects, requeue the others and restart the worker."""
+        """Batches in progress count as suspects; queued ones are requeued."""
         reason = state.kill_reason or f"the worker {event.body['words']}"
         was_killed = not state.kill_reason and event.body["code"] in (-signal.SIGKILL, -signal.SIGTERM)
         state.kill_reason = ""

@@ -131,7 +131,10 @@ class WorkQueue:
         self._distribute(np.asarray(todo, dtype=np.int64))
 
     def _distribute(self, todo: npt.NDArray[np.int64]) -> None:
-        """Distribute batches round-robin: most expensive first, so that the last ones are short."""
+        """Distribute batches round-robin, the most expensive first, then by number.
+
+        The last batches of a run are then short ones.
+        """
         costs = self._costs[self.batches.first_rows(todo)].astype(np.float64)
         order = np.argsort(-costs, kind="stable")
         for worker, state in enumerate(self.workers):
