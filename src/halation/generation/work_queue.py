@@ -248,9 +248,9 @@ class WorkQueue:
         return work
 
     def _estimate_remaining(self, state: WorkerState) -> Iterator[tuple[float, WorkItem]]:
-        """Yield the remaining seconds of each task this worker holds.
+        """Yield the tasks that this worker holds, each with its estimated remaining seconds.
 
-        Infinite if the worker has sent no event for too long.
+        The estimate is infinite if the worker has sent no event for too long.
         """
         now = time.monotonic()
         remaining_s = 0.0

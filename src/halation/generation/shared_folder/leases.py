@@ -253,7 +253,7 @@ class Leases:
             moved_path.unlink(missing_ok=True)
         if not self._link_owner_file(path):
             return False
-        # A lease with our own token that we do not hold: the reply to its creation was lost.
+        # Our own token means that the reply to creating this lease was lost: not a takeover.
         if lease.token != self.process.token:
             self.num_taken_over += 1
             log.warning("taking over batches %s: no heartbeat of their owner for %.0f s", path.stem, silent_s)
