@@ -342,7 +342,7 @@ def test_what_a_killed_download_left_is_swept(server: Server, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("path", "sha256", "message"),
     [
-        ("whole", "0" * 64, "gave 2304000 bytes with the SHA-256"),
+        ("whole", "0" * 64, "returned 2304000 bytes with the SHA-256"),
         ("cut", SHA256, "the connection ended after 1152000 of 2304000 bytes"),
         ("absent", SHA256, "cannot be downloaded: 404 Not Found"),
     ],
