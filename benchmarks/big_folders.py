@@ -94,7 +94,7 @@ def generation_folder(
         ledger.add_plan(requests, {"prompts": "0" * 64})
         settled = requests[: num_rows if num_done is None else num_done]
         settle(folder, ledger, settled, failed_every, workers, files)
-    (folder / "logs" / "generate.log").write_text("2026-01-02 03:04:05,678 INFO every image is as the ledger says\n")
+    (folder / "logs" / "generate.log").write_text("2026-01-02 03:04:05,678 INFO all images match the ledger\n")
     return folder
 
 

@@ -223,7 +223,7 @@ def test_statistics_of_another_tool_are_read_and_those_of_another_extractor_refu
     whole = score(metrics=("fd",))
     score(generated=str(scenes / "real"), metrics=(), reference=(), save_statistics=tmp_path / "ours.safetensors")
     facts = {"num_features": 32, "extractor": "dino"}
-    with pytest.raises(InputError, match="made another way"):
+    with pytest.raises(InputError, match="created with other settings"):
         read_statistics([tmp_path / "ours.safetensors"], facts)
     other = tiny_extractors.dinov2(tmp_path / "dino", seed=1)
     with pytest.raises(HalationError, match="weights_sha256"):
@@ -374,7 +374,7 @@ def refusals() -> list[Any]:
             lambda s, t: {"metrics": ("clip",), "prompts": uncounted(t)},
         ),
         named("one image", "at least 2", lambda _s, _t: {"num_samples": 1}),
-        named("a link to nothing", "link to nothing", lambda _s, t: {"generated": str(dangling(t))}),
+        named("a link to nothing", "is a broken link", lambda _s, t: {"generated": str(dangling(t))}),
         named("few", "at least 1000", lambda _s, _t: {"allow_few": False}),
         named(
             "fid of few",
@@ -539,7 +539,7 @@ def test_one_rank_that_is_told_to_stop_stops_all_and_the_same_command_goes_on(sc
         until(lambda: list((tmp_path / "cache").rglob("chunk_*")), command=running)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         assert running.process.wait(30) == 143, running.said()
-    assert "goes on where it was" in (tmp_path / "log").read_text()
+    assert "run the same command to resume" in (tmp_path / "log").read_text()
     assert finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
 
 
@@ -558,7 +558,7 @@ def test_a_run_is_scored_only_where_its_folder_is_what_its_ledger_says(
     with pytest.raises(InputError, match="in its ledger and not in the folder"):
         score(**wanted)
     image.write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8), {}))
-    with pytest.raises(InputError, match="not the file that its ledger names"):
+    with pytest.raises(InputError, match="its SHA-256 differs from the ledger"):
         score(**wanted, cache_dir=tmp_path / "fresh")
     image.write_bytes(whole)
     shutil.copy(image, run / "extra.png")
@@ -568,7 +568,7 @@ def test_a_run_is_scored_only_where_its_folder_is_what_its_ledger_says(
     assert score(**wanted)["metrics"]["fd"]["num_generated"] == 6
     other = tmp_path / "wrong.txt"
     other.write_text("".join(f"another {n}\n" for n in range(6)))
-    with pytest.raises(InputError, match="was drawn for"):
+    with pytest.raises(InputError, match="was generated for"):
         score(**wanted, prompts=str(other))
 
 

@@ -134,7 +134,7 @@ def test_processes_give_what_the_source_has(tmp_path: Path, num_workers: int) ->
         found = list(preparations.iter_batches(batches))
     assert [batch for batch, _ in found] == batches
     assert list(found[0][1].broken) == [3]
-    assert "it is not the file that its ledger names" in found[0][1].broken[3]
+    assert "its SHA-256 differs from the ledger" in found[0][1].broken[3]
     for batch, made in found:
         assert made.inputs.keys() == set(batch.labels)
         for row, index in enumerate(batch.indices):

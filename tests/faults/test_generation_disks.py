@@ -203,7 +203,7 @@ def test_damaged_files_are_found_by_verify_reported_and_drawn_again(tmp_path: Pa
     assert "is damaged" not in said(tmp_path), "without --verify nobody looks into files"
     assert run(tmp_path, verify=True) == 0, said(tmp_path)
     assert set(re.findall(r"(\S+) is damaged", said(tmp_path))) == {names[index] for index in (*DAMAGES, 20)}
-    assert "9 of them now" in said(tmp_path)
+    assert "9 generated now" in said(tmp_path)
     assert_whole(tmp_path)
     assert run(tmp_path, verify=True) == 0
     assert "is damaged" not in said(tmp_path)
@@ -214,8 +214,8 @@ def test_deleted_files_are_drawn_again_without_being_asked_for(tmp_path: Path) -
     for name in list(unbroken()[0])[3:20:4]:
         (tmp_path / "out" / name).unlink()
     assert run(tmp_path) == 0
-    assert "5 images were drawn but their files are gone" in said(tmp_path)
-    assert "5 of them now" in said(tmp_path)
+    assert "5 images are done but their files are missing" in said(tmp_path)
+    assert "5 generated now" in said(tmp_path)
     assert_whole(tmp_path)
 
 

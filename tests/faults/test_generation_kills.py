@@ -206,7 +206,7 @@ def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float
         command.until_gone(5)
     assert checker.num_done(folder / "out") > before, "batches that were begun are finished"
     assert checker.leftovers(folder / "out") == []
-    assert "the same command draws them" in said(folder)
+    assert "run the same command to generate them" in said(folder)
     assert checker.summary(folder / "out")["interrupted"] is True
     assert len(checker.metadata(folder / "out")) == checker.num_done(folder / "out")
     return said(folder)
@@ -231,7 +231,7 @@ def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> 
     with started(generate(tmp_path, micro_batch=4), tmp_path / "log", "paint.000013:1+:sleep=100") as command:
         until(lambda: bool(fired(tmp_path / "log")), command=command)
         os.kill(command.process.pid, signal.SIGINT)
-        until(lambda: "once more to stop at once" in command.said(), command=command)
+        until(lambda: "signal again to stop immediately" in command.said(), command=command)
         os.kill(command.process.pid, signal.SIGINT)
         assert command.process.wait(20) == 130, "sooner than its batch would have been finished"
         command.until_gone(5)

@@ -104,7 +104,7 @@ def test_memory_that_runs_out_once_halves_the_micro_batch_for_that_batch_and_mar
     rows = checker.ledger(tmp_path / "out")
     assert [row["micro_batch"] for row in rows] == [2 if 4 <= index < 8 else 0 for index in range(24)]
     assert checker.summary(tmp_path / "out")["smaller_micro_batches"] == 4
-    assert "out of memory with 4 images at once" in (tmp_path / "out" / "logs" / "worker_0.log").read_text()
+    assert "out of memory with a micro-batch of 4" in (tmp_path / "out" / "logs" / "worker_0.log").read_text()
 
 
 def test_half_a_batch_at_once_runs_out_of_memory_down_to_one(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_model_that_fails_for_every_prompt_ends_early_with_its_reason(tmp_path
     assert time.monotonic() - began < 10
     assert "images all failed" in said(tmp_path)
     assert "fault injected at paint" in said(tmp_path)
-    assert "nothing was drawn" in said(tmp_path)
+    assert "no image was generated" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
     assert len(fired(tmp_path / "log")) < 40
     assert checker.images(tmp_path / "out") == {}
@@ -143,7 +143,7 @@ def test_prompts_that_failed_before_and_fail_again_are_no_sign_of_a_bad_model(tm
     assert_completed_by_the_same_command(tmp_path)
 
 
-@pytest.mark.parametrize(("action", "words"), [("raise", "cannot draw"), ("kill", "no worker is left")])
+@pytest.mark.parametrize(("action", "words"), [("raise", "cannot generate images"), ("kill", "no worker is left")])
 def test_a_model_that_cannot_even_rehearse_ends_with_its_reason(tmp_path: Path, action: str, words: str) -> None:
     assert run(tmp_path, f"rehearse:1+:{action}") == 1
     assert fired(tmp_path / "log")

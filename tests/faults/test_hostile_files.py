@@ -393,7 +393,7 @@ def test_evaluate_says_which_images_it_leaves_out(tmp_path: Path) -> None:
     assert "2 images are left out" in ended.said
     assert "x.gif and 1 more" in ended.said
     assert "12 images of" in ended.said
-    assert "2 of other formats left out" in ended.said
+    assert "2 images of other formats ignored" in ended.said
 
 
 def model(folder: Path, change: Callable[[dict[str, Any]], object] = lambda config: None) -> Path:

@@ -88,13 +88,13 @@ def test_a_generation_whose_folder_is_moved_goes_on_when_it_is_back(
         until(lambda: num_images(tmp_path / "out") >= 4, command=command)
         lose(tmp_path / "out")
         assert_ends_with_one_message(command, expected)
-    assert "set aside" not in command.said(), "no image is to blame"
+    assert "giving up on image" not in command.said(), "no image is to blame"
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
     put_back(tmp_path / "out")
     before = num_images(tmp_path / "out")
     assert 4 <= before < PROMPTS.count("\n")
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
-    assert f"{PROMPTS.count(chr(10)) - before} of them now" in (tmp_path / "second").read_text()
+    assert f"{PROMPTS.count(chr(10)) - before} generated now" in (tmp_path / "second").read_text()
     assert_generated(tmp_path / "out")
 
 
@@ -150,7 +150,7 @@ def test_a_generation_whose_folder_becomes_read_only_goes_on_when_it_is_writable
             assert_ends_with_one_message(command, "out is no longer writable: Permission denied")
         finally:
             folder.chmod(0o755)
-    assert "set aside" not in command.said()
+    assert "giving up on image" not in command.said()
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
     assert generated.images(folder) == unbroken(PROMPTS, 4)[0]
 

@@ -182,7 +182,7 @@ def test_the_log_and_the_config_are_shown_with_what_is_not_the_default(folder: P
     run = GenerationRun(folder, "x", {"generate": settings | {"model_path": "another"}})
     assert run.config()["settings"]["model_path"] == "testcard"
     assert run.config()["differs"] == ["model_path"]
-    assert run.log(5)[-1].endswith("every image is as the ledger says")
+    assert run.log(5)[-1].endswith("all images match the ledger")
 
 
 # -- live

@@ -85,7 +85,7 @@ def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_dama
     frame.write_bytes(frame.read_bytes()[:-1])
     (tmp_path / "1" / "out" / sorted(name for name in whole if name.endswith(".mp4"))[2]).unlink()
     assert run(tmp_path / "1", verify=True, nproc=1, **settings) == 0, said(tmp_path / "1")
-    assert "2 of them now" in said(tmp_path / "1")
+    assert "2 generated now" in said(tmp_path / "1")
     assert files(tmp_path / "1") == whole
 
 

@@ -123,7 +123,7 @@ def test_an_id_that_looks_like_a_mapped_name_cannot_take_or_lose_a_file() -> Non
 def test_the_same_id_and_seed_twice_is_refused_with_both_lines() -> None:
     error = refused([row("a", 1, 2), row("b", 1, 3), row("a", 2, 4), row("a", 1, 9)])
     assert error.found == "p.csv: the same image_id and seed twice: 'a' with seed 1: lines 2 and 9"
-    assert "each image_id once for each seed" in error.expected
+    assert "each image_id once per seed" in error.expected
     assert "remove the repeated rows" in error.action
 
 

@@ -237,7 +237,7 @@ def test_damaged_rows_are_restored_from_the_prompt_list_and_the_images(
     flip(folder / LEDGER_FILE, b"prompt number 5 of", offset=7)
     flip(folder / LEDGER_FILE, sha256, offset=3, bit=0)
     assert generate.run(config) == 0
-    assert "2 rows were damaged on disk (the first is row 6)" in capsys.readouterr().err
+    assert "2 rows were damaged (the first is row 6)" in capsys.readouterr().err
     assert (folder / "metadata.jsonl").read_bytes() == metadata
     assert images(folder) == before
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps, "nothing was drawn again"
@@ -260,7 +260,7 @@ def test_a_damaged_row_that_nothing_proves_stops_the_command_with_its_number(tmp
     assert generate.run(config) == 0
     before = images(config.output_dir)
     flip(config.output_dir / LEDGER_FILE, b"prompt number 5 of", offset=7)
-    with pytest.raises(InputError, match=r"ledger.sqlite is damaged: row 6 is not what was written"):
+    with pytest.raises(InputError, match=r"ledger.sqlite is damaged: row 6 is not as written"):
         generate.run(written(tmp_path, num=25))
     assert images(config.output_dir) == before
 
@@ -280,7 +280,7 @@ def test_verify_compares_the_spec_inside_an_image_with_its_row(
         wrong = ImageOutcome(index=4, state="done", sha256=rows[3]["sha256"], num_bytes=len(data))
         ledger.restore_outcomes([wrong], [])
     assert generate.run(written(tmp_path, verify=True)) == 0
-    assert f"{rows[4]['file_name']} is damaged: of another spec" in capsys.readouterr().err
+    assert f"{rows[4]['file_name']} is damaged: its spec differs" in capsys.readouterr().err
     assert images(folder) == before
 
 
@@ -294,7 +294,7 @@ def test_an_emptied_ledger_beside_images_is_an_error_and_no_new_run(tmp_path: Pa
     assert generate.run(config) == 0
     before = images(folder)
     (folder / LEDGER_FILE).write_bytes(b"")
-    with pytest.raises(InputError, match="knows of no image: it was emptied or replaced"):
+    with pytest.raises(InputError, match="has no images: it was emptied or replaced"):
         generate.run(written(tmp_path, **other))
     assert images(folder) == before
 
@@ -317,7 +317,7 @@ def test_an_image_of_somebody_else_is_not_written_over(tmp_path: Path) -> None:
     assert generate.run(config) == 0
     precious = config.output_dir / "000025_seed66.png"
     precious.write_bytes(b"precious")
-    with pytest.raises(InputError, match=r"000025_seed66\.png is there, this run has not drawn it"):
+    with pytest.raises(InputError, match=r"000025_seed66\.png exists but is not an image of this run"):
         generate.run(written(tmp_path, num=30))
     assert precious.read_bytes() == b"precious"
 
@@ -329,7 +329,7 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(tmp_path: Pa
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE bookmarks(url TEXT)")
     before = path.read_bytes()
-    with pytest.raises(InputError, match=r"a database of another program \(its tables: bookmarks\)"):
+    with pytest.raises(InputError, match=r"a database of another program \(tables: bookmarks\)"):
         generate.run(config)
     assert path.read_bytes() == before
 
@@ -350,10 +350,10 @@ def test_evaluation_says_which_row_is_damaged_and_does_not_advise_to_draw_over_a
     assert len(open_generated(folder).names) == 24
     whole = (folder / LEDGER_FILE).read_bytes()
     flip(folder / LEDGER_FILE, b"prompt number 5 of", offset=7)
-    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged: row 6 is not what was written"):
+    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged: row 6 is not as written"):
         open_generated(folder)
     (folder / LEDGER_FILE).write_bytes(b"")
-    with pytest.raises(InputError, match="knows of no image: it was emptied or replaced"):
+    with pytest.raises(InputError, match="has no images: it was emptied or replaced"):
         open_generated(folder)
     (folder / LEDGER_FILE).write_bytes(whole)
     assert len(open_generated(folder).names) == 24
@@ -378,7 +378,7 @@ def test_unrecorded_images_bind_like_recorded_ones_and_are_not_removed_by_a_refu
         with pytest.raises(InputError):
             generate.run(written(tmp_path, **changes))
         assert images(folder) == before
-    with pytest.raises(InputError, match="are not those their images in this folder were drawn from"):
+    with pytest.raises(InputError, match="differ from those of their images in this folder"):
         generate.run(written(tmp_path, prompt="another prompt {}"))
     assert images(folder) == before
     assert generate.run(written(tmp_path)) == 0
@@ -433,7 +433,7 @@ def test_a_folder_under_the_name_of_a_video_is_not_removed(tmp_path: Path) -> No
     notes = config.output_dir / "000003_seed44" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("thesis")
-    with pytest.raises(InputError, match="000003_seed44 is there, this run has not drawn it"):
+    with pytest.raises(InputError, match="000003_seed44 exists but is not an image of this run"):
         generate.run(replace(config, num_samples=3))
     assert notes.read_text() == "thesis"
 
@@ -462,7 +462,7 @@ def test_the_ledger_of_another_run_is_refused_beside_images_of_the_same_names(tm
     before = images(config.output_dir)
     for name in (LEDGER_FILE, DIGEST_FILE):
         shutil.copy(other.output_dir / name, config.output_dir / name)
-    with pytest.raises(InputError, match=r"ledger\.sqlite there is the ledger of another run"):
+    with pytest.raises(InputError, match=r"ledger\.sqlite is the ledger of another run"):
         generate.run(replace(other, output_dir=config.output_dir))
     assert images(config.output_dir) == before
 
@@ -522,5 +522,5 @@ def test_evaluate_refuses_damaged_metadata_of_a_folder_that_several_commands_sha
     generate.run(config)
     assert len(open_generated(config.output_dir).names) == 24
     flip(config.output_dir / "metadata.jsonl", b"prompt number 5 of", offset=7)
-    with pytest.raises(InputError, match=r"metadata\.jsonl is not what its summary"):
+    with pytest.raises(InputError, match=r"metadata\.jsonl does not match its hash in summary"):
         open_generated(config.output_dir)

@@ -19,7 +19,7 @@ from halation.generation.ledger_setup import KIND_FILE, claim_ledger_kind, has_l
 from support.commands import Started, finish, halation, started, until
 
 NUM_ROWS = 12
-ADVICE = ("was begun with --cluster files", "was begun by one command alone")
+ADVICE = ("was started with --cluster files", "was started without --cluster files")
 
 
 def words(folder: Path, cluster: str, height: int, seconds: float = 0.0, **flags: object) -> list[str]:
@@ -136,7 +136,7 @@ def test_a_folder_with_two_ledgers_of_an_older_version_goes_on_as_the_message_ad
         shutil.copy(path, folder)
     (folder / KIND_FILE).unlink(missing_ok=True)
     assert finish(words(folder, "files", 40), tmp_path / "log1") == 2
-    assert "leave --cluster files out" in (tmp_path / "log1").read_text()
+    assert "omit --cluster files" in (tmp_path / "log1").read_text()
     assert finish(words(folder, "local", 40), tmp_path / "log2") == 2
     said = (tmp_path / "log2").read_text()
     assert "two ledgers" in said

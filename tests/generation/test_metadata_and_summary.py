@@ -305,7 +305,7 @@ def test_every_flipped_bit_is_found(folder: Path, ledger: Ledger) -> None:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(flipped)
-        assert [found.reason for found in damages(folder, ledger)] == ["changed (its SHA-256 is another)"]
+        assert [found.reason for found in damages(folder, ledger)] == ["changed (its SHA-256 differs)"]
     path.write_bytes(whole)
     assert damages(folder, ledger) == []
 

@@ -49,7 +49,7 @@ def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_sh
     killed = [line for line in fired(tmp_path / "log") if ":kill:" in line]
     assert len(killed) == 3
     assert "worker 1: " in said(tmp_path)
-    assert "it ended 3 times in a row and is given up" in said(tmp_path)
+    assert "not restarted after 3 deaths in a row" in said(tmp_path)
     assert_whole(tmp_path)
     summary = checker.summary(tmp_path / "out")
     assert summary["workers"]["1"] == {

@@ -232,7 +232,7 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
     ranks.run(2, rank_jobs.train, config)
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
     drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "batches for an evaluation" in line]
-    assert f"drawing {5 - len(kept)} of 5 batches" in drawn[-1]
+    assert f"sampling {5 - len(kept)} of 5 batches" in drawn[-1]
     assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
 
 
@@ -406,7 +406,7 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
         ({"eval_extractor": "inception", "eval_weights": "/nosuch.pth"}, r"/nosuch\.pth", "check --eval_weights"),
         ({"eval_metrics": ("clip",), "eval_clip_model": "nobody/nothing"}, "nobody/nothing", "by --eval_clip_model"),
         ({"eval_extractor": "nosuch"}, "the extractor 'nosuch'", "check --eval_extractor"),
-        ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "leave it out"),
+        ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "omit it"),
     ],
 )
 def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step_in_the_flags_of_training(

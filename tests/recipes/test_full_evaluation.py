@@ -104,7 +104,7 @@ def test_captions_become_prompts_images_and_scores_and_again_nothing_is_drawn(
     assert len(before) > len(images), "features are kept beside the images"
     again = started(tmp_path, variables)
     assert again.returncode == 0, again.stderr
-    assert "all of them there before" in again.stderr
+    assert "all already done" in again.stderr
     there = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".png", ".safetensors")}
     assert there == before
     values = {name: found["value"] for name, found in report["metrics"].items()}
@@ -121,7 +121,10 @@ QUICK = {
 }
 SLOW = {
     "missing weights": ({"INCEPTION_WEIGHTS": "gone.pth", "PROMPTS_CSV": "given.txt"}, "gone.pth is not a file"),
-    "no folder of CLIP": ({"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"}, "neither a folder nor to be had"),
+    "no folder of CLIP": (
+        {"CLIP_MODEL": "gone", "PROMPTS_CSV": "given.txt"},
+        "is not a folder and could not be downloaded",
+    ),
     "an empty reference": ({"REFERENCE": "cache", "PROMPTS_CSV": "given.txt"}, "has no images"),
     "FID of streets": ({"REFERENCE": "streets", "METRICS": "fid", "PROMPTS_CSV": "given.txt"}, "FD-streets"),
     "too few images": (

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from halation.evaluation.model_images import ModelImages
 
 DISPLAY_TOLERANCE = 1e-9
-"""What is nearer to 0 than that is shown as 0; the JSON has the number."""
+"""Values closer to 0 than this are shown as 0; the JSON has the exact value."""
 MIN_IMAGES_PER_RANK = 128
-"""Without a GPU, fewer images than that are not worth a further process."""
+"""Without a GPU, another rank is started only for this many more images."""
 
 
 def run(config: EvaluateConfig) -> int:
-    """Score on ranks that are already there or that are started here; 0 only if every number is there."""
+    """Score the images on existing ranks or on ranks started here; return 0 on success."""
     if config.check:
         from halation.evaluation.session import dry_run
 
@@ -43,7 +43,7 @@ def run(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """The report; empty on ranks that another launcher started, but for rank 0."""
+    """Return the report; under another launcher, it is empty on all ranks except rank 0."""
     check_settings(config)
     check_output_paths(config)
     from halation.evaluation.session import open_images, resolve_config
@@ -67,7 +67,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor: FolderMonitor) -> dict[str, Any]:
-    """One rank a GPU; without a GPU as many as the cores and the images are worth: the bits are the same."""
+    """Run one rank per GPU; without a GPU, as many as cores and images allow.
+
+    The number of ranks does not change the bits of the result.
+    """
     devices = launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     if not config.nproc and devices == ("cpu",):
         cores = len(os.sched_getaffinity(0)) // config.threads
@@ -88,7 +91,7 @@ def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor
 
 
 def check_output_paths(config: EvaluateConfig) -> None:
-    """Where results go, looked at before they are computed."""
+    """Check that the output files can be written, before the results are computed."""
     for name in ("output", "save_statistics"):
         path: Path | None = getattr(config, name)
         if path is None:
@@ -111,13 +114,16 @@ def feature_cache_folder(config: EvaluateConfig) -> Path:
 
 
 def run_rank(config: EvaluateConfig, source: ImageFiles | ModelImages | None = None) -> dict[str, Any]:
-    """One rank; the first writes the report to --output and returns it. `source` is given where it is already open."""
+    """Run one rank; rank 0 writes the report to --output and returns it.
+
+    `source` is passed if it is already open.
+    """
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world
     from halation.evaluation.session import EvaluationSession
 
     world = init_world(config.gpu_ids, config.oversubscribe, config.dist_timeout_s, config.threads)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which nothing here needs
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it recommends torchvision, which is not needed
     echo = ConsoleWarningHandler()
     with world.close_on_success(), contextlib.ExitStack() as stack:
         if world.is_rank_zero:
@@ -129,7 +135,7 @@ def run_rank(config: EvaluateConfig, source: ImageFiles | ModelImages | None = N
 
 
 def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
-    """One JSON object for machines, or a table for readers."""
+    """Print the report as a JSON object or as a table."""
     if config.json:
         print(json.dumps(report, ensure_ascii=False))
         return
@@ -143,7 +149,7 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
     left_out = report["generated"].get("num_left_out", 0)
     console.print(f"[bold]{num} image{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
     if left_out:
-        console.print(f"{left_out} of other formats left out")
+        console.print(f"{left_out} images of other formats ignored")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
     if config.save_statistics is not None:
@@ -169,4 +175,4 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
         if measured["few"]:
             notes.setdefault(measured["note"], []).append(metric)
     for note, marked in notes.items():
-        console.print(f"* {', '.join(marked)}: {note}; not to be compared with numbers of more images")
+        console.print(f"* {', '.join(marked)}: {note}; do not compare with scores of more images")

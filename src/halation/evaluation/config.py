@@ -15,11 +15,11 @@ Metric = Literal["fid", "kid", "fd", "is", "prdc", "clip", "agreement"]
 
 
 def fid_conflict(prefix: str = "") -> Conflict:
-    """FID by an extractor that is not Inception; `prefix` is that of the flags."""
+    """Return the conflict of FID with another extractor; `prefix` is that of the flags."""
     return Conflict(
         f"{prefix}metrics {prefix}extractor",
         "a Frechet distance of Inception features, which is what FID means",
-        f"ask for fd (FD-streets), or for --{prefix}extractor inception",
+        f"use fd (FD-streets), or --{prefix}extractor inception",
         when=lambda config: (
             getattr(config, f"{prefix}extractor") == "streets" and "fid" in getattr(config, f"{prefix}metrics")
         ),
@@ -28,126 +28,129 @@ def fid_conflict(prefix: str = "") -> Conflict:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Score images: on every GPU, in one pass over them, with numbers that say how they came about, or an error.
+    """Score images on all GPUs in one pass.
 
-    One rank or many, in one go or resumed: the same bits.
+    Each score comes with its provenance; what cannot be computed is an error. The result is bit-identical for any
+    number of ranks, and after a resume.
     """
 
-    # -- what is scored
+    # -- images
     generated: str = ""
-    """Images to score: a folder, or the folder of a `halation generate` (its ledger is checked)."""
+    """Images to score: a folder, or the output folder of `halation generate` (its ledger is checked)."""
     model_path: str = ""
-    """Instead of --generated: a model (folder or name) that draws --prompts as `halation generate` would; no image
-    touches the disk."""
+    """Instead of --generated: a model (folder or name) that generates images for --prompts as `halation generate`
+    would, without writing them to disk."""
     prompts: str = ""
-    """Prompt list that the images were drawn for (csv, txt, jsonl, parquet), matched by image id; a run of `halation
-    generate` has its own."""
+    """Prompt list of the images (csv, txt, jsonl, parquet), matched by image id; not needed for a run of `halation
+    generate`."""
     reference: tuple[str, ...] = ()
-    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, .safetensors of ours; several are
-    merged)."""
+    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, or .safetensors of
+    --save_statistics; several of these are merged)."""
 
-    # -- by which numbers
+    # -- metrics
     metrics: tuple[Metric, ...] = ()
     """fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
     coverage), clip, agreement (street captions). By default fid and kid; with --extractor streets fd, kid, prdc
-    and, where captions are known, agreement."""
+    and, if captions are known, agreement."""
     extractor: str = ""
-    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or the folder of a DINOv2 or CLIP model; by
-    default inception, or streets where the reference is `streets`."""
+    """Extractor for fd, kid and prdc: inception, dinov2, clip, streets, or the folder of a DINOv2 or CLIP model; by
+    default inception, or streets if the reference is `streets`."""
     weights: str = ""
-    """File, folder or hub name of the extractor's weights, instead of the usual ones."""
+    """File, folder or Hub name of the extractor's weights, instead of the default."""
     inception_weights: str = ""
-    """The same for fid and is where --extractor is another one."""
+    """The same for fid and is, if --extractor is not inception."""
     clip_model: str = "openai/clip-vit-large-patch14"
-    """CLIP model of the CLIP score: folder or hub name."""
+    """CLIP model for the CLIP score: folder or Hub name."""
     resize: Literal["clean", "tf", "torch"] = "clean"
-    """How images are brought to Inception's and DINOv2's size: as clean-fid, as TensorFlow 1 (torch-fidelity), or as
+    """How images are resized for Inception and DINOv2: as clean-fid, as TensorFlow 1 (torch-fidelity), or as
     pytorch-fid."""
     allow_few: bool = False
-    """Score fewer images than a metric can bear; such numbers are marked."""
+    """Score fewer images than a metric needs; such scores are flagged `few`."""
     allow_sizes: bool = False
     """Score a folder whose images differ in size."""
     num_reference: int = setting(5000, low=1, high=10**9)
-    """Validation scenes that the reference `streets` stands for."""
+    """Number of validation scenes of the reference `streets`."""
     kid_subsets: int = setting(100, low=1, high=10**9)
-    """Random subsets KID is averaged over."""
+    """Random subsets that KID is averaged over."""
     kid_subset_size: int = setting(1000, low=2, high=10**9)
-    """Images in each of them."""
+    """Images in each KID subset."""
     nearest_k: int = setting(3, low=1, high=10_000)
-    """Neighbours that make the radius in precision, recall, density and coverage."""
+    """Neighbours that define the radius in precision, recall, density and coverage."""
     bootstrap: int = setting(0, low=0, high=10**12)
-    """Draws for a 95 % bootstrap interval of fid and fd; each takes as long as the number itself."""
+    """Resamplings for a 95 % bootstrap interval of fid and fd; each takes as long as the metric itself."""
 
     # -- with --model_path
     num_samples: int = setting(0, low=0, high=10**12)
-    """Score the first so many images or prompts; 0 is all."""
+    """Score the first N images or prompts; 0 means all."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
-    """Denoising steps; by default 20, or those that a student or a model of the package is made for."""
+    """Denoising steps; by default 20, or the number that a student or bundled model was trained for."""
     guidance_scale: MaybeFloat = setting(None, low=0, high=1e9)
-    """Classifier-free guidance; by default 7.5, or what a Halation run used."""
+    """Classifier-free guidance scale; by default 7.5, or the value a Halation run used."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default 480, or the size a Halation model was made for."""
+    """Height in pixels; by default 480, or the size a Halation model was trained at."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default 832, or the size a Halation model was made for."""
+    """Width in pixels; by default 832, or the size a Halation model was trained at."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
-    """Sample k is drawn from seed seed_start + k, unless its row has a seed of its own."""
+    """Image k uses the seed seed_start + k, unless its row has a seed."""
     negative_prompt: str = ""
-    """What to stay away from, for rows without one of their own."""
+    """Negative prompt for rows without one."""
     scheduler: str = ""
-    """Another solver than the model's own."""
+    """Solver to use instead of the model's."""
     raw: bool = False
-    """For Halation checkpoints: draw from the weights as they are instead of their average."""
+    """For Halation checkpoints: use the raw weights instead of the EMA."""
     model_batch_size: int = setting(4, low=1, high=10_000)
-    """Images the model draws at once; it is part of their bits, as --batch_size of `halation generate`."""
+    """Images in a batch of the model; affects their bits, like --batch_size of `halation generate`."""
     model_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
-    """Precision the model draws in; by default bf16 on a GPU and fp32 on a CPU."""
+    """Precision of the model; by default bf16 on a GPU and fp32 on a CPU."""
     compile: bool = False
-    """Compile the transformer's block."""
+    """Compile the transformer blocks."""
 
-    # -- how
+    # -- computation
     batch_size: int = setting(32, low=1, high=10_000)
-    """Images the extractor sees at once; it is part of the features' bits."""
+    """Images in a batch of the extractor; affects the bits of the features."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the extractor; the reference implementations use fp32."""
     decode_workers: int = setting(-1, low=-1, high=1024)
-    """Processes for each rank that decode and resize; -1 shares the CPU cores between the ranks."""
+    """Processes per rank that decode and resize images; -1 divides the CPU cores among the ranks."""
     threads: int = setting(1, low=1, high=10_000)
-    """CPU threads a rank computes with; on a CPU it is part of the features' bits."""
+    """CPU threads per rank; on a CPU they affect the bits of the features."""
     nproc: int = 0
-    """Ranks to start on this machine; 0 is one for each GPU, or without a GPU up to one for each core."""
+    """Ranks to start on this machine; 0 is one per GPU, or without a GPU up to one per core."""
     gpu_ids: tuple[int, ...] = ()
-    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    """GPUs to use, as torch numbers them within CUDA_VISIBLE_DEVICES; by default all."""
     oversubscribe: bool = False
     """Allow several ranks on one GPU."""
     dist_timeout_s: float = setting(600.0, low=ABOVE_ZERO, high=1e9)
-    """Seconds without progress after which a rank is given up and named."""
+    """Seconds without progress after which the command ends and names the rank."""
     keep_features: int = setting(200_000, low=0, high=10**12)
-    """Up to so many images their features are kept (in the cache); of more only the moments, which serve fid and fd
-    alone."""
+    """Keep the features (in the cache) of up to this many images; for more images only the moments are kept, which
+    suffice for fid and fd alone."""
     cache_dir: Path | None = None
-    """Where features are kept, so that a call again or a new metric does only what is missing; by default
+    """Folder for cached features, so that a repeated call or a new metric computes only what is missing; by default
     ~/.cache/halation/features."""
 
-    # -- what comes out
+    # -- output
     check: bool = False
-    """Only see whether the extractors' weights and the reference are there, and end: before a long drawing, for
-    instance."""
+    """Only check that the extractors' weights and the reference are available, then exit; for example before a long
+    generation."""
     save_statistics: Path | None = None
-    """Write the statistics (and features) of the generated side by --extractor here (.safetensors), to be a reference
-    later."""
+    """Write the statistics (and features) of the generated images by --extractor to this file (.safetensors), for use
+    as a reference."""
     json: bool = False
     """Print one JSON object on standard output instead of a table."""
     output: Path | None = None
     """Also write the JSON object to this file."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
-    """auto shows a bar on a terminal and lines elsewhere."""
+    """Progress display; auto shows a bar on a terminal and lines elsewhere."""
 
     CONFLICTS = (
-        Conflict("generated model_path", "images to score, or a model to draw them", "give one of the two"),
-        Conflict("", "images to score, or a model to draw them", "give one of the two", without="generated model_path"),
+        Conflict("generated model_path", "images to score, or a model to generate them", "give one of the two"),
+        Conflict(
+            "", "images to score, or a model to generate them", "give one of the two", without="generated model_path"
+        ),
         Conflict(
             "prompts",
-            "a file, which every rank can read",
+            "a file that every rank can read",
             "write the prompts to a file",
             when=lambda config: config.prompts == "-",
         ),
@@ -163,14 +166,14 @@ class EvaluateConfig:
         Conflict(
             "save_statistics",
             "a file ending in .safetensors",
-            "give it that ending",
+            "use that suffix",
             when=lambda config: config.save_statistics is not None and config.save_statistics.suffix != ".safetensors",
         ),
     )
 
 
 def check_reference(config: EvaluateConfig, metrics: Sequence[str]) -> None:
-    """Refuse a reference that is missing for these metrics or that does not exist."""
+    """Raise if these metrics need a reference that is not given or does not exist."""
     if "" in config.reference:
         raise InputError(
             '--reference ""', "real images, or saved statistics", "check --reference: a variable may be unset"

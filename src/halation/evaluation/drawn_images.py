@@ -1,4 +1,4 @@
-"""Images that models draw to be scored: their interface, and those of a model in training."""
+"""Images generated for scoring: the interface, and images of a model in training."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from halation.sampling.sample_folder import SampleRow
 
 OnBatch = Callable[[range, list[np.ndarray]], None]
-"""What is done with the images of a whole batch, given by their indices."""
+"""Called with the indices and the images of a complete batch."""
 
 
 class DrawnImages(ABC):
-    """Images that a model draws to be scored; each rank draws its chunks and extracts their features."""
+    """Images that a model generates for scoring.
+
+    Each rank generates its chunks and extracts their features.
+    """
 
     @property
     @abstractmethod
@@ -38,27 +41,30 @@ class DrawnImages(ABC):
     @property
     @abstractmethod
     def order(self) -> npt.NDArray[np.int64]:
-        """The index at each position: batches hold images of one shape, so positions are not always indices."""
+        """The index at each position; these differ because a batch holds images of one shape."""
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """As that of an `ImageSource`."""
+        """See `ImageSource.key`."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """How users find the image at a position."""
+        """Return the name of the image at a position, for messages."""
 
     @abstractmethod
     def chunk_starts(self, chunk: int) -> list[int]:
-        """Positions at which chunks of about so many images begin."""
+        """Return the positions at which chunks of about `chunk` images start."""
 
     @abstractmethod
     def open_on_ranks(self, world: World, folder: Path, has_chunks: bool) -> None:
-        """Load the model on ranks that have chunks to draw; `folder` holds the features. All ranks call it."""
+        """Load the model on ranks that have chunks to generate.
+
+        All ranks call it; `folder` holds the features.
+        """
 
     @abstractmethod
     def iter_prepared(
@@ -68,11 +74,11 @@ class DrawnImages(ABC):
         on_step: Callable[[], None],
         stop: Callable[[], int],
     ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
-        """Draw the images of these batches."""
+        """Generate and prepare the images of these batches."""
 
 
 class CallbackSink:
-    """Passes on the images of each whole batch; a batch that lacks one is not scored."""
+    """Passes complete batches to a callback; incomplete batches are not scored."""
 
     def __init__(self, on_batch: OnBatch) -> None:
         self._on_batch = on_batch
@@ -83,17 +89,17 @@ class CallbackSink:
             self._on_batch(range(first, first + len(rows)), [images[number] for number in range(len(rows))])
 
     def finish(self) -> None:
-        """Nothing is left: every batch was passed on when it came."""
+        """Do nothing: every batch was already passed to the callback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledImages:
-    """Images that the model in training samples; all ranks sample together."""
+    """Images sampled by the model in training; all ranks sample together."""
 
     sampler: DenoiserSampler
     settings: SampleSettings
     swap_in_ema: Callable[[], AbstractContextManager[None]]
-    """Puts the averaged weights into the model while the images are sampled."""
+    """Swaps the EMA weights into the model while images are sampled."""
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -106,15 +112,15 @@ class SampledImages:
         return f"image {index}"
 
     def draw(self, todo: Sequence[int], on_batch: OnBatch, name: str) -> None:
-        """Sample these batches; each is given to `on_batch` on the rank that sampled it."""
+        """Sample these batches; `on_batch` is called on the rank that sampled the batch."""
         batches = make_batches(self.settings.specs(), self.settings.batch_size)
         with self.swap_in_ema():
             rows = self.sampler.draw_batches(batches, todo, CallbackSink(on_batch), name)
         failed = [row for row in rows if row["state"] == "failed"]
         if failed:
             raise HalationError(
-                f"{len(failed)} of {len(self)} images could not be drawn or scored, "
-                f"the first of them on rank {failed[0]['rank']}: {failed[0]['reason']}"
+                f"{len(failed)} of {len(self)} images could not be sampled or scored, "
+                f"the first one on rank {failed[0]['rank']}: {failed[0]['reason']}"
             )
 
     def prepare(

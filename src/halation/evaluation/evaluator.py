@@ -1,4 +1,4 @@
-"""The evaluator of `halation evaluate` and of training: features, then numbers.
+"""Extracts features and computes metrics, for `halation evaluate` and for training.
 
 All ranks call the same methods in the same order.
 """
@@ -43,31 +43,34 @@ WEIGHTS_FLAGS = {
     "clip": "--clip_model",
     "streets": "--extractor",
 }
-"""By label, the flag that chooses its weights."""
+"""The flag that sets the weights of each label."""
 MAX_DECODE_WORKERS = 16
 DRAWN_CHUNK_SIZE = 64
-"""Images that a model draws and whose features are stored together."""
+"""Number of generated images whose features are stored together."""
 SIZE_MISMATCH_TEXT = "where the first image has"
 Writers = dict[str, FeatureWriter]
 FeatureSets = Mapping[str, metric_computation.FeatureSet]
 Heartbeat = Callable[[], None]
 EvaluatedImages = ImageSource | DrawnImages | SampledImages
 FeatureFolder = Callable[[EvaluatedImages, str, list[Any]], Path]
-"""Where the features of a source by the extractor of a label are stored; the list is what else they depend on."""
+"""Returns the folder of the features of a source by the extractor of a label.
+
+The list holds everything else that the features depend on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractorPlan:
-    """Which extractor serves which metric; extractors are known by a label."""
+    """Assigns extractors, identified by labels, to metrics."""
 
     extractors: dict[str, tuple[str, str]]
-    """By label: its name, and the weights it is given."""
+    """Name and weights of the extractor of each label."""
     metric_labels: dict[str, str]
-    """By metric: the label."""
+    """The label of each metric."""
 
     @property
     def reference_labels(self) -> tuple[str, ...]:
-        """Labels whose metrics compare with a reference."""
+        """Labels of metrics that need a reference."""
         compared = [name for name in self.metric_labels if name in metric_computation.NEEDS_REFERENCE]
         return tuple(dict.fromkeys(self.metric_labels[name] for name in compared))
 
@@ -84,7 +87,7 @@ class ExtractorPlan:
 
 
 def plan_extractors(config: EvaluateConfig) -> ExtractorPlan:
-    """One extractor for each kind of features, shared by the metrics that need them."""
+    """Choose one extractor for each kind of features, shared by the metrics that use it."""
     default_weights = {"inception": config.inception_weights, "clip": config.clip_model}.get(config.extractor, "")
     main = (config.extractor, config.weights or default_weights)
     extractors: dict[str, tuple[str, str]] = {}
@@ -120,7 +123,7 @@ def extractor_facts(extractor: Extractor) -> dict[str, Any]:
 
 
 def without_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that decide features: the same weights in another place are the same weights."""
+    """Return the facts without the path of the weights, which does not affect the features."""
     return {name: value for name, value in facts.items() if name != "weights"}
 
 
@@ -141,7 +144,10 @@ def library_versions() -> dict[str, str]:
 
 
 class Evaluator:
-    """Extracts features of image sources and compares them; the caller opens the sources and the extractors."""
+    """Extracts features of image sources and computes metrics.
+
+    The caller opens the sources and the extractors.
+    """
 
     def __init__(
         self,
@@ -158,17 +164,17 @@ class Evaluator:
         self.plan = plan
         self.extractors = extractors
         self.facts = facts
-        """Of each extractor, as `extractor_facts` finds them."""
+        """The `extractor_facts` of each label."""
         self.feature_folder = feature_folder
         self.recoverable = recoverable
-        """Errors of one rank that are raised on all ranks; others end the rank."""
+        """Error types that are raised on all ranks if they occur on one; other errors end the rank."""
         self.device_name = describe_device(str(world.device))
         self.metric_settings = metric_settings(config, str(world.device))
 
     # -- features
 
     def extract(self, source: EvaluatedImages, side: str, name: str, stop: Callable[[], int]) -> Writers | None:
-        """A feature writer for each extractor, whose store is complete; None where a stop came first."""
+        """Extract all missing features; return the feature writers, or None if stopped before."""
         writers = self._make_writers(source, side)
         missing = self._missing_chunks(writers)
         if isinstance(source, SampledImages):
@@ -222,13 +228,13 @@ class Evaluator:
         if len({hash_json(folders) for folders, _device in answers}) > 1:
             devices = ", ".join(sorted({device for _folders, device in answers}))
             raise HalationError(
-                "the ranks would not compute the same features: they see other images or weights, "
-                f"or compute on different devices ({devices})"
+                "the ranks would compute different features: their images or weights differ, "
+                f"or they run on different devices ({devices})"
             )
         return writers
 
     def _missing_chunks(self, writers: Writers) -> list[int]:
-        """Chunks that some store lacks, as rank 0 sees it."""
+        """Return the chunks that are missing in any store, as seen by rank 0."""
         missing: list[int] = self.world.broadcast_from_rank_zero(
             sorted({chunk for writer in writers.values() for chunk in writer.store.clean_up()})
             if self.world.is_rank_zero
@@ -245,7 +251,7 @@ class Evaluator:
         heartbeat: Heartbeat,
         stop: Callable[[], int],
     ) -> dict[int, str]:
-        """Fill this rank's chunks; returns, by index, what was wrong with images."""
+        """Extract the chunks of this rank; return the problems of broken images by index."""
         if not chunks:
             return {}
         config, world = self.config, self.world
@@ -290,10 +296,13 @@ class Evaluator:
             yield from pool.iter_batches(batches)
 
     def _extract_sampled(self, source: SampledImages, writers: Writers, missing: Sequence[int], name: str) -> bool:
-        """All ranks sample together; the rank that sampled a batch extracts its features. Whether all are there."""
+        """Sample on all ranks and extract features; return True if all features are stored.
+
+        The rank that sampled a batch extracts its features.
+        """
         config, world = self.config, self.world
         num_batches = next(iter(writers.values())).store.num_chunks
-        log.info("drawing %d of %d batches for an evaluation on %d ranks", len(missing), num_batches, world.size)
+        log.info("sampling %d of %d batches for an evaluation on %d ranks", len(missing), num_batches, world.size)
         # Every chunk is one batch.
         batches = {batch.indices: batch for batch in extraction.plan_batches(writers, missing, config.batch_size)}
         transforms = {label: writer.extractor.transform for label, writer in writers.items()}
@@ -312,21 +321,24 @@ class Evaluator:
         return not self._missing_chunks(writers)
 
     def _expected_size(self, source: EvaluatedImages, side: str) -> tuple[int, int] | None:
-        """The size that all images of a folder must have."""
+        """Return the size that all images of a folder must have, or None for any size."""
         if side == "reference" or not isinstance(source, ImageFiles) or source.kind == "run" or self.config.allow_sizes:
             return None
         return first_image_size(source)
 
-    # -- numbers, on rank 0
+    # -- metrics, on rank 0
 
     def compute(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of what rank 0 computes, on all ranks."""
+        """Run an action on rank 0 and return its result on all ranks."""
         return run_on_rank_zero(
             self.world, name, lambda heartbeat: run_with_heartbeat(action, heartbeat), self.config.dist_timeout_s
         )
 
     def load_features(self, source: EvaluatedImages, side: str, writers: Writers) -> FeatureSets:
-        """What complete stores hold, by label; sizes that an earlier call allowed are checked again."""
+        """Load the features of complete stores by label.
+
+        Image sizes are checked again, because an earlier call may have allowed different sizes.
+        """
         expected = self._expected_size(source, side)
         if expected is not None:
             sizes = np.concatenate(list(next(iter(writers.values())).store.iter_array("sizes"))).tolist()
@@ -351,7 +363,7 @@ class Evaluator:
         return metrics
 
     def provenance(self, start_time: float) -> dict[str, Any]:
-        """What every report says of how it was made; `start_time` is that of `time.perf_counter`."""
+        """Return the provenance for a report; `start_time` is a value of `time.perf_counter`."""
         return {
             "versions": library_versions(),
             "computed_on": self.device_name,
@@ -368,24 +380,24 @@ def raise_if_broken(source: EvaluatedImages, side: str, broken: Mapping[int, str
     more = f"\n  and {len(broken) - len(first)} more" if len(broken) > len(first) else ""
     found = f"{side} images that cannot be scored:\n{lines}{more}"
     if isinstance(source, DrawnImages):
-        raise HalationError(f"{found}\nthe model could not draw them; the same command tries them again")
+        raise HalationError(f"{found}\nthe model could not generate them; run the same command to retry")
     if any(SIZE_MISMATCH_TEXT in why for why in broken.values()):
-        action = "remove or replace them, or pass --allow_sizes where different sizes are meant"
-        raise InputError(found, "whole images of one size", action)
+        action = "remove or replace them, or pass --allow_sizes if different sizes are intended"
+        raise InputError(found, "complete images of one size", action)
     if isinstance(source, ImageFiles) and source.kind == "run":
-        action = "draw them again: the same `halation generate` with --verify"
-        raise InputError(found, "the images that the run drew", action)
-    raise InputError(found, "whole PNG, JPEG or WebP images", "remove or replace them")
+        action = "generate them again: run the same `halation generate` with --verify"
+        raise InputError(found, "the images that the run generated", action)
+    raise InputError(found, "complete PNG, JPEG or WebP images", "remove or replace them")
 
 
 def first_image_size(source: ImageSource) -> tuple[int, int]:
-    """Height and width of the first image."""
+    """Return height and width of the first image."""
     try:
         height, width = source.load(0).pixels.shape[:2]
     except BrokenImageError as error:
         raise InputError(
             f"{source.name(0)}: {error}",
-            "a whole PNG, JPEG or WebP image",
-            "do what it says, or remove or replace the file",
+            "a complete PNG, JPEG or WebP image",
+            "follow the message, or remove or replace the file",
         ) from error
     return int(height), int(width)

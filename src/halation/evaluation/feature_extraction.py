@@ -1,6 +1,6 @@
-"""From prepared images to stored features on one device, chunk by chunk.
+"""Extracts features of prepared images on one device and stores them chunk by chunk.
 
-The features of an image depend on the image and the batch size alone.
+The features of an image depend only on the image and the batch size.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from halation.fault_injection import fault_point
 
 MAX_BATCHES_PER_CHUNK = 8
 MOMENTS_CHUNK_SIZE = 16_384
-"""Where only moments are kept, a chunk stores one covariance: millions of numbers, however few its images."""
+"""If only moments are kept, a chunk stores a covariance, which is large even for few images."""
 MAX_BROKEN = 10
-"""Broken images after which a rank stops."""
+"""Number of broken images after which a rank stops."""
 
 
 def chunk_size(num: int, batch_size: int, moments_only: bool) -> int:
-    """Images that are computed and stored together: up to eight batches, fewer where ranks would get none.
+    """Return the number of images in a chunk: up to eight batches, fewer for small sets.
 
-    It depends on the images and the batch alone, so that any number of ranks can resume.
+    Small sets have smaller chunks so that all ranks have work. The size depends only on the number of images and the
+    batch size, so that any number of ranks can resume.
     """
     if moments_only:
         return -(-MOMENTS_CHUNK_SIZE // batch_size) * batch_size
@@ -38,20 +39,20 @@ def chunk_size(num: int, batch_size: int, moments_only: bool) -> int:
 
 @dataclass(kw_only=True)
 class FeatureWriter:
-    """One extractor at work: its store, and what it has made of the chunk in hand."""
+    """Runs one extractor and writes its features to its store."""
 
     label: str
     extractor: Extractor
     store: FeatureStore
     captions: Sequence[str] | None = None
-    """By position; where given, their embeddings are stored beside the features."""
+    """Captions by position; if given, their embeddings are stored beside the features."""
     moments_only: bool = False
     _rows: list[dict[str, np.ndarray]] = field(default_factory=list)
 
     def extract_batch(
         self, indices: Sequence[int], prepared: PreparedBatch, batch_size: int, device: torch.device
     ) -> list[int]:
-        """Features of these images; returns those whose features are no numbers."""
+        """Extract the features of these images; return the indices with non-finite features."""
         inputs = prepared.inputs[self.label]
         arrays = run_extractor(self.extractor, inputs, batch_size, device)
         if self.captions is not None:
@@ -61,8 +62,8 @@ class FeatureWriter:
         return [index for index, good in zip(indices, finite, strict=True) if not good]
 
     def write_chunk(self, chunk: int) -> None:
-        """Put the chunk away."""
-        parts, self._rows = self._rows, []  # gone whatever becomes of the writing: the next chunk must not find them
+        """Write the rows collected so far as a chunk."""
+        parts, self._rows = self._rows, []  # cleared even if writing fails, for the next chunk
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if self.moments_only:
             chunk_moments = moments(rows["features"])
@@ -80,7 +81,10 @@ class FeatureWriter:
 def run_extractor(
     extractor: Extractor, inputs: np.ndarray, batch_size: int, device: torch.device
 ) -> dict[str, np.ndarray]:
-    """All outputs of the extractor. Every batch has the same shape: another shape changes the last bits."""
+    """Return all outputs of the extractor.
+
+    The last batch is padded, because another batch shape would change the last bits.
+    """
     outputs: list[dict[str, np.ndarray]] = []
     for start in range(0, len(inputs), batch_size):
         batch = inputs[start : start + batch_size]
@@ -95,7 +99,10 @@ def run_extractor(
 def plan_batches(
     writers: Mapping[str, FeatureWriter], chunks: Sequence[int], batch_size: int
 ) -> Iterator[ExtractorBatch]:
-    """The batches of these chunks, each for the extractors that have not seen them; all stores are cut alike."""
+    """Yield the batches of these chunks, each with the extractors whose stores lack the chunk.
+
+    All stores have the same chunks.
+    """
     missing = {name: set(writer.store.missing_chunks()) for name, writer in writers.items()}
     store = next(iter(writers.values())).store
     for chunk in chunks:
@@ -115,7 +122,10 @@ def extract_features(
     on_batch: Callable[[int], None],
     stop: Callable[[], int],
 ) -> dict[int, str]:
-    """Fill the stores; returns, by index, what was wrong with images. A chunk with a broken image is not stored."""
+    """Extract and store features; return the problems of broken images by index.
+
+    A chunk with a broken image is not stored.
+    """
     broken: dict[int, str] = {}
     for batch, images in prepared:
         if stop() or len(broken) >= MAX_BROKEN:
@@ -136,7 +146,10 @@ def write_batch(
     device: torch.device,
     expected_size: tuple[int, int] | None = None,
 ) -> None:
-    """Features of one batch; the last batch of a chunk stores it. What is wrong with images is added to `broken`."""
+    """Extract the features of one batch; the last batch of a chunk stores the chunk.
+
+    Problems of broken images are added to `broken`.
+    """
     store = next(iter(writers.values())).store
     broken |= images.broken
     if expected_size is not None:
@@ -156,7 +169,7 @@ def write_batch(
 
 
 def find_size_mismatches(indices: range, sizes: Sequence[Sequence[int]], expected: tuple[int, int]) -> dict[int, str]:
-    """Images of another size (height and width), and what is to be said of them."""
+    """Return a message for each image whose size (height and width) is not the expected one."""
     return {
         index: f"{size[1]} x {size[0]} pixels where the first image has {expected[1]} x {expected[0]}"
         for index, size in zip(indices, sizes, strict=True)
@@ -165,10 +178,10 @@ def find_size_mismatches(indices: range, sizes: Sequence[Sequence[int]], expecte
 
 
 def load_feature_set(writer: FeatureWriter, order: np.ndarray | None = None) -> FeatureSet:
-    """What is in a complete store, by index; `order` names the index at each position, where these differ."""
+    """Load a complete store by index; `order` maps positions to indices if they differ."""
     store = writer.store
     arrays: dict[str, np.ndarray] = {}
-    if writer.moments_only:  # one chunk at a time: there are too many features to hold
+    if writer.moments_only:  # one chunk at a time, to limit memory
         digests = np.concatenate(list(store.iter_array("digests")))
         chunks = (store.read_chunk(chunk) for chunk in range(store.num_chunks))
         all_moments = merge_moments(

@@ -1,4 +1,4 @@
-"""Features on disk, a file for each chunk of images; whole chunks are not computed again."""
+"""Stores features on disk, one file per chunk; complete chunks are not computed again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from halation.errors import InputError
 from halation.runs.run_folder import make_subfolder, write_atomic
 
 FORMAT_VERSION = 1
-"""Counts changes of what a chunk holds; part of every key."""
+"""Incremented when the content of chunks changes; part of every key."""
 CHECKSUM_KEY = "seal"
 Arrays = Mapping[str, np.ndarray]
 
 
 class DamagedChunkError(Exception):
-    """A chunk that is not what was written; the text says why."""
+    """A damaged chunk; the message has the reason."""
 
 
 class FeatureStore:
-    """What one extractor made of one source; `starts` says with which image each chunk begins."""
+    """The features of one source by one extractor; `starts` has the first image of each chunk."""
 
     def __init__(self, folder: Path, num: int, starts: Sequence[int]) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class FeatureStore:
         return bisect_right(self.starts, index) - 1
 
     def missing_chunks(self) -> list[int]:
-        """Chunks without a file."""
+        """Return the chunks without a file."""
         try:
             present = {path.name for path in self.folder.iterdir()}
         except FileNotFoundError:
@@ -52,7 +52,10 @@ class FeatureStore:
         return [chunk for chunk in range(self.num_chunks) if self._chunk_path(chunk).name not in present]
 
     def clean_up(self) -> list[int]:
-        """Remove damaged chunks and what killed writers left; returns the missing ones. One process does it first."""
+        """Remove damaged chunks and files of killed writers; return the missing chunks.
+
+        One process calls it before the others start.
+        """
         missing = self.missing_chunks()
         for chunk in sorted(set(range(self.num_chunks)) - set(missing)):
             try:
@@ -76,28 +79,28 @@ class FeatureStore:
             ) from error
 
     def _read_checked(self, chunk: int) -> dict[str, np.ndarray]:
-        """safetensors does not notice a flipped bit, so the arrays are sealed with their hash."""
+        """Read a chunk and check its hash, because safetensors does not detect flipped bits."""
         try:
             arrays: dict[str, np.ndarray] = load(self._chunk_path(chunk).read_bytes())
         except SafetensorError as error:
             raise DamagedChunkError(f"it cannot be read ({error})") from error
         checksum = arrays.pop(CHECKSUM_KEY, None)
         if checksum is None or not np.array_equal(checksum, _checksum(arrays)):
-            raise DamagedChunkError("its bytes are not those that were written")
+            raise DamagedChunkError("its checksum does not match")
         num = len(self.chunk_rows(chunk))
         if "num" in arrays and int(arrays["num"][0]) != num:
-            raise DamagedChunkError(f"it stands for {arrays['num'][0]} images instead of {num}")
+            raise DamagedChunkError(f"it has the moments of {arrays['num'][0]} images instead of {num}")
         if "features" in arrays and {len(array) for array in arrays.values()} != {num}:
-            raise DamagedChunkError(f"it holds {len(arrays['features'])} rows instead of {num}")
+            raise DamagedChunkError(f"it has {len(arrays['features'])} rows instead of {num}")
         return arrays
 
     def iter_array(self, name: str) -> Iterator[np.ndarray]:
-        """One array in index order, chunk by chunk."""
+        """Yield one array chunk by chunk, in index order."""
         for chunk in range(self.num_chunks):
             yield self.read_chunk(chunk)[name]
 
     def read_all(self) -> dict[str, np.ndarray]:
-        """Every array, whole."""
+        """Return all arrays, concatenated over the chunks."""
         chunks = [self.read_chunk(chunk) for chunk in range(self.num_chunks)]
         return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
 

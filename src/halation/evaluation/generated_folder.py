@@ -1,4 +1,4 @@
-"""The images of --generated, checked against their ledger and matched with their prompts."""
+"""Opens the images of --generated: checks them against the ledger and matches prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _SEED_SUFFIX = re.compile(r"_seed\d+\Z")
 
 
 def open_generated(folder: Path) -> ImageFiles:
-    """The folder of a `halation generate`, which must hold exactly its ledger's images, or any folder of images."""
+    """Open an output folder of `halation generate`, or any other folder of images.
+
+    A folder with a ledger must contain exactly the images of the ledger.
+    """
     if not folder.is_dir():
         found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"--generated: {found}", "a folder of images", "check --generated")
@@ -39,18 +42,18 @@ def open_generated(folder: Path) -> ImageFiles:
 
 
 def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """A row that is not what was written is an error: other prompts or images would not be those of the model."""
+    """Yield the rows of a ledger; raise if it is damaged, empty or unfinished."""
     damage = ledger.find_damage()
     if damage:
         index = min(*damage.planned, *damage.outcomes, 2**62)
         raise InputError(
-            f"--generated: {ledger.path} is damaged: row {index + 1} is not what was written",
+            f"--generated: {ledger.path} is damaged: row {index + 1} is not as written",
             "the ledger as Halation wrote it",
             "run the same `halation generate` again: it restores the row from the prompt list and the image",
         )
     if not ledger.num_planned:
         raise InputError(
-            f"--generated: {ledger.path} knows of no image: it was emptied or replaced, or that run was never begun",
+            f"--generated: {ledger.path} has no images: it was emptied or replaced, or the run never started",
             "the ledger in which the images of this folder were recorded",
             f"restore it from a copy; or remove it, to score the images of {ledger.path.parent} without their prompts",
         )
@@ -64,13 +67,16 @@ def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
 
 
 def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of a folder that several processes shared: metadata names the images that are done, the summary counts all."""
+    """Yield the rows of a folder that several processes shared.
+
+    The metadata lists the done images; the summary has the number of planned images.
+    """
     summary = read_json_with_digest(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     if not is_metadata_intact(folder):
         raise InputError(
-            f"--generated: {folder / METADATA_FILE} is not what its summary.json was written for",
-            "both as one call of `halation generate` wrote them",
-            "run the same `halation generate` again, which writes it anew",
+            f"--generated: {folder / METADATA_FILE} does not match its hash in summary.json",
+            "both files from the same call of `halation generate`",
+            "run the same `halation generate` again, which writes both files",
         )
     rows = list(json_rows(METADATA_FILE, decode_blocks(read_text_bytes(folder / METADATA_FILE))))
     planned = int(summary.get("planned", 0))
@@ -85,7 +91,7 @@ def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
 def _unfinished_error(missing: int, planned: int, failed: int) -> InputError:
     return InputError(
         f"--generated: {missing} of {planned} images of that run are missing ({failed} of them failed)",
-        "a run whose every image is drawn",
+        "a run without missing images",
         "run the same `halation generate` again until it ends with exit code 0",
     )
 
@@ -97,7 +103,7 @@ def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
             raise InputError(
                 f"--generated: {row['name']} is a video of {row['frames']} frames",
                 "a run of images",
-                "draw with --num_frames 1",
+                "generate with --num_frames 1",
             )
         names.append(f"{row['name']}.png")
         prompts.append(row["prompt"])
@@ -128,13 +134,16 @@ def _raise_if_any(names: Sequence[str], folder: Path, problem: str, action: str)
         shown = ", ".join(names[:NUM_SHOWN]) + (" ..." if len(names) > NUM_SHOWN else "")
         raise InputError(
             f"--generated: {len(names)} images are {problem} ({folder}): {shown}",
-            "exactly the images that the run drew",
+            "exactly the images that the run generated",
             action,
         )
 
 
 def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFiles:
-    """Captions from a prompt list, matched by file name: `{id}_seed{seed}`, `{id}`, or the number in it."""
+    """Add captions from a prompt list, matched by file name.
+
+    File names are `{id}_seed{seed}` or `{id}`; numeric ids may lack leading zeros.
+    """
     prompt_file = PromptFile.open(prompts)
     texts: dict[str, str] = {}
     ids: dict[str, dict[str, str]] = {}
@@ -142,7 +151,8 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
         seed_start=seed_start, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt=""
     )
     rows = list(prompt_file.rows())
-    # A list without ids counts from 000001: a folder that counts from 0 must not be taken for one that is one off.
+    # A list without ids counts from 000001. Bare numbers are not accepted then, or a folder that counts from 0 would
+    # be matched off by one.
     has_ids = any(row.image_id is not None for row in rows)
     for request in iter_requests(rows, defaults, prompt_file.name):
         texts[request.name] = request.spec.prompt
@@ -160,28 +170,31 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
         raise InputError(
             f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompts}: {shown}",
             "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list "
-            "(six digits from 000001 where it has none)",
-            "give the list the images were drawn for and, where an id has several prompts, "
-            "the --seed_start they were drawn with",
+            "(six digits from 000001 if it has none)",
+            "give the prompt list of the images and, if an id has several prompts, "
+            "the --seed_start they were generated with",
         )
     if files.captions is not None and files.kind == "run" and tuple(captions) != files.captions:
         index = next(i for i, (one, other) in enumerate(zip(captions, files.captions, strict=True)) if one != other)
         raise InputError(
-            f"{files.names[index]} was drawn for {files.captions[index][:60]!r}, "
-            f"and {prompts} says {captions[index][:60]!r}",
-            "the list the images were drawn for",
-            "leave --prompts out: the run has its own",
+            f"{files.names[index]} was generated for {files.captions[index][:60]!r}, "
+            f"but {prompts} has {captions[index][:60]!r}",
+            "the prompt list of the images",
+            "omit --prompts: the run has its own prompts",
         )
     return replace(files, captions=tuple(captions))
 
 
 def _possible_names(image_id: str) -> set[str]:
-    """What an image of this id may be called; numbers with or without leading zeros."""
+    """Return the file stems that an id may have: numbers with or without leading zeros."""
     return {image_id, image_id.lstrip("0")} if image_id.isdigit() else {image_id}
 
 
 def _find_ambiguous(names: Sequence[str], ids: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """Images of ids with several prompts whose seeds are not the first of the list: drawn with another --seed_start."""
+    """Return the images that cannot be matched because their id has several prompts.
+
+    Their seeds are not the first ones of the list, so that they were generated with another --seed_start.
+    """
     by_id: dict[str, set[str]] = {}
     for name in names:
         by_id.setdefault(_SEED_SUFFIX.sub("", Path(name).stem), set()).add(Path(name).stem)

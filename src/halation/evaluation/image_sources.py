@@ -1,4 +1,4 @@
-"""Sources of images to score, by index: files, street scenes, images of a training."""
+"""Sources of images to score: files, street scenes, and images of a training run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CAPTION_COLUMNS = ("text", "prompt", "caption")
 
 
 class LoadedImage(NamedTuple):
-    """One image at its own size, and the SHA-256 of what it was made from."""
+    """One image at its original size, and the SHA-256 of its file or pixels."""
 
     pixels: npt.NDArray[np.uint8]
     digest: bytes
 
 
 class ImageFileRef(NamedTuple):
-    """An image file, the SHA-256 that a ledger names, and the folder that links may not lead out of."""
+    """An image file, its SHA-256 in a ledger, and the folder that links must stay in."""
 
     path: str
     sha256: str | None
@@ -42,52 +42,58 @@ class ImageFileRef(NamedTuple):
 
 
 class ImageSource(Protocol):
-    """Images by index. Processes that decode get `loader` and image refs alone: a source may name millions."""
+    """Images by index.
+
+    Decoder processes receive only `loader` and image refs, because a source may list millions of images.
+    """
 
     @property
     def captions(self) -> tuple[str, ...] | None:
-        """What each image was drawn for, where that is known."""
+        """The prompt of each image, if known."""
 
     def __len__(self) -> int: ...
 
     @property
     def key(self) -> str:
-        """What its features are filed under: equal keys mean equal images."""
+        """The key of its features in the cache; equal keys mean equal images."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """The description of the source in the report."""
 
     def name(self, index: int) -> str:
-        """How users find image `index`."""
+        """Return the name of an image, for messages."""
 
     @property
     def loader(self) -> Callable[[Any], LoadedImage]:
-        """The image of a ref, in any process: picklable and small; BrokenImageError where there is no image."""
+        """A small, picklable function that loads the image of a ref in any process.
+
+        It raises BrokenImageError if the image cannot be read.
+        """
 
     def image_ref(self, index: int) -> Any:
-        """What `loader` needs to know of image `index`: picklable and small."""
+        """Return the argument of `loader` for an image; small and picklable."""
 
     def load(self, index: int) -> LoadedImage:
-        """`loader` of `image_ref`."""
+        """Load one image in this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles:
-    """Image files below one folder, in the order of their names or of a run's prompts."""
+    """Image files below one folder, in the order of their names or of the run's prompts."""
 
     kind: str
     folder: Path
     names: tuple[str, ...]
     stamps: tuple[tuple[int, ...], ...]
-    """Size, times of change and number on the disk, by which a file that was replaced is known."""
+    """Size, mtime, ctime and inode of each file, to detect replaced files."""
     captions: tuple[str, ...] | None = None
     no_captions: str = ""
-    """Why there are none, where there might have been."""
+    """Why captions could not be read from a metadata file; else empty."""
     num_left_out: int = 0
-    """Images of formats that are not read."""
+    """Number of images in unsupported formats."""
     digests: tuple[str, ...] | None = None
-    """The SHA-256 that a ledger promises of each file."""
+    """The SHA-256 of each file in the ledger."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -98,7 +104,9 @@ class ImageFiles:
 
     @property
     def facts(self) -> dict[str, Any]:
-        path = os.fsencode(self.folder).decode("utf-8", "replace")  # a name need not be text, but a result is
+        path = os.fsencode(self.folder).decode(
+            "utf-8", "replace"
+        )  # file names may not be valid UTF-8, but the report is
         return {"kind": self.kind, "path": path} | ({"num_left_out": self.num_left_out} if self.num_left_out else {})
 
     def name(self, index: int) -> str:
@@ -110,11 +118,11 @@ class ImageFiles:
 
     @staticmethod
     def _load_file(file_ref: ImageFileRef) -> LoadedImage:
-        """The whole image of a file, as its ledger promises it."""
+        """Load an image file and check its SHA-256 in the ledger, if there is one."""
         data = decode.read_image_bytes(file_ref.path, file_ref.within)
         digest = hashlib.sha256(data)
         if file_ref.sha256 is not None and digest.hexdigest() != file_ref.sha256:
-            raise decode.BrokenImageError("it is not the file that its ledger names: it was changed or damaged")
+            raise decode.BrokenImageError("its SHA-256 differs from the ledger: it was changed or damaged")
         return LoadedImage(decode.decode_full_size(data), digest.digest())
 
     def image_ref(self, index: int) -> ImageFileRef:
@@ -129,7 +137,7 @@ class ImageFiles:
         return self.loader(self.image_ref(index))
 
     def first(self, num: int) -> ImageFiles:
-        """The first so many."""
+        """Return the first `num` images."""
         return replace(
             self,
             names=self.names[:num],
@@ -141,7 +149,7 @@ class ImageFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class StreetImages:
-    """The first validation street scenes, drawn at one size."""
+    """The first validation street scenes, rendered at one size."""
 
     size: int
     num: int
@@ -155,7 +163,7 @@ class StreetImages:
 
     @property
     def captions(self) -> tuple[str, ...] | None:
-        return None  # a reference's captions are of no use to any number
+        return None  # no metric needs the captions of a reference
 
     @property
     def key(self) -> str:
@@ -181,7 +189,7 @@ class StreetImages:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingImages:
-    """The first images that a run trains on, as it sees them: cropped and at its size."""
+    """The first training images of a run, cropped and resized as in training."""
 
     image_folder: ImageFolder
     num_images: int
@@ -211,7 +219,7 @@ class TrainingImages:
 
     @staticmethod
     def _load_file(height: int, width: int, path: str) -> LoadedImage:
-        """The image of a file as a run at this size sees it."""
+        """Load an image file, cropped and resized as in training."""
         return with_digest(decode.decode(Path(path), height, width))
 
     def image_ref(self, index: int) -> str:
@@ -222,17 +230,20 @@ class TrainingImages:
 
 
 def with_digest(pixels: npt.NDArray[np.uint8]) -> LoadedImage:
-    """An image that was not read from a file."""
+    """Return an image that was not read from a file, with the SHA-256 of its pixels."""
     return LoadedImage(pixels, hashlib.sha256(np.ascontiguousarray(pixels).data).digest())
 
 
 def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> ImageFiles:
-    """Every image below a folder, by name, with the captions of a metadata file beside them where they are wanted."""
+    """Find all images below a folder, sorted by name.
+
+    With `captions`, also read their captions from a metadata file in the folder.
+    """
     if not folder.is_dir():
         why = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"{flag}: {why}", "a folder of PNG, JPEG or WebP images", f"check {flag}")
     listed = sorted(_walk_files(folder, flag))
-    # The grid that samples and watched checkpoints have beside their images is not one of them.
+    # Exclude the grid that sample folders and watched checkpoints have beside their images.
     indexes = ("samples.json", "evaluation.json")
     grids = {
         name
@@ -245,7 +256,7 @@ def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> Image
     if not supported:
         others = f" ({decode.left_out_message(unsupported)})" if unsupported else ""
         raise InputError(
-            f"{flag}: {folder} has no images{others}", "PNG, JPEG or WebP files in it or below it", f"check {flag}"
+            f"{flag}: {folder} has no images{others}", "PNG, JPEG or WebP files in it or in subfolders", f"check {flag}"
         )
     if unsupported:
         log.warning("%s: %s", flag, decode.left_out_message(unsupported))
@@ -263,9 +274,9 @@ def find_image_files(folder: Path, flag: str, *, captions: bool = True) -> Image
 
 
 def _walk_files(folder: Path, flag: str) -> Iterator[str]:
-    """Files below a folder and in linked folders, but a link that leads out of the data folder is refused.
+    """Yield the files below a folder, including linked folders.
 
-    What lies behind it may be anything, and without end.
+    Raises for links that leave the data folder, because their targets may be anything, and endless.
     """
 
     def raise_unreadable(error: OSError) -> None:
@@ -282,8 +293,8 @@ def _walk_files(folder: Path, flag: str) -> Iterator[str]:
             if not os.path.join(os.path.realpath(path), "").startswith(os.path.join(within, "")):
                 raise InputError(
                     f"{flag}: {path} is a link that leads out of {within}",
-                    "links to places in that folder",
-                    "copy what it leads to into the folder, or give --follow_links",
+                    "links that stay inside that folder",
+                    "copy the target into the folder, or give --follow_links",
                 )
         relative = Path(current).relative_to(folder)
         yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
@@ -294,15 +305,18 @@ def read_stamps(folder: Path, names: Sequence[str]) -> tuple[tuple[int, ...], ..
         stats = [os.stat(folder / name) for name in names]
     except FileNotFoundError as error:
         raise InputError(
-            f"{error.filename} is a link to nothing, or was removed just now",
-            "images that are there",
+            f"{error.filename} is a broken link, or was just removed",
+            "existing image files",
             "repair or remove the link",
         ) from error
     return tuple((one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in stats)
 
 
 def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] | None, str]:
-    """From a metadata file beside the images, where it has a text for every one of them; else why there are none."""
+    """Read captions from a metadata file beside the images.
+
+    Returns None and the reason unless the file has a caption for every image.
+    """
     path = next((folder / name for name in image_annotations.METADATA_FILES if (folder / name).is_file()), None)
     if path is None:
         return None, ""
@@ -317,7 +331,7 @@ def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] 
         return None, error.found
     absent = texts.keys() - set(names)
     if absent:
-        log.warning("%s names %d images that are not there, such as %s", path, len(absent), min(absent))
+        log.warning("%s lists %d images that do not exist, such as %s", path, len(absent), min(absent))
     missing = [name for name in names if name not in texts]
     if missing:
         return None, f"{path} has no text for {len(missing)} of {len(names)} images, such as {missing[0]}"

@@ -1,4 +1,4 @@
-"""Images that a model draws to be scored; they never touch the disk."""
+"""Images that a model generates for scoring, without writing them to disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from halation.work_division import BatchPlan, plan_batches
 
 @dataclass(kw_only=True)
 class ModelImages(DrawnImages):
-    """A model and the specs it is to draw, in the order of their batches."""
+    """A model and the specs that it generates, in the order of their batches."""
 
     config: EvaluateConfig
     model_ref: ModelRef
@@ -42,7 +42,7 @@ class ModelImages(DrawnImages):
     batch_plan: BatchPlan
     device: str
     micro_batch: int = 0
-    """Images that are drawn at once; known when the model is open."""
+    """Micro-batch; known once the model is loaded."""
     _model: ImageModel | None = None
 
     @cached_property
@@ -103,21 +103,24 @@ class ModelImages(DrawnImages):
         return f"image {self.specs[int(self.order[index])].id}"
 
     def chunk_starts(self, chunk: int) -> list[int]:
-        """Positions at which chunks begin: always between batches."""
+        """Return the positions at which chunks start, which are always batch boundaries."""
         lengths = [len(self.batch_plan.rows(number)) for number in range(len(self.batch_plan))]
         per_chunk = max(1, chunk // self.config.model_batch_size)
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         return [int(firsts[number]) for number in range(0, len(lengths), per_chunk)]
 
     def open_on_ranks(self, world: World, folder: Path, has_chunks: bool) -> None:
-        """The micro-batch is part of the images' bits: one for all ranks and for every later call."""
+        """Load the model and agree on the micro-batch.
+
+        It affects the bits of the images, so that all ranks and all later calls use the same one.
+        """
         config, file = self.config, folder / "micro_batch.json"
         saved: int = world.broadcast_from_rank_zero(
             read_json_with_digest(file)["micro_batch"] if world.is_rank_zero and file.is_file() else 0
         )
 
         def open_and_fit(heartbeat: Callable[[], None]) -> int:
-            """How many images of a batch fit into memory at once."""
+            """Load the model and return how many images of a batch fit into memory in one forward."""
             if not has_chunks:
                 return config.model_batch_size
             options = {
@@ -150,7 +153,7 @@ class ModelImages(DrawnImages):
         on_step: Callable[[], None],
         stop: Callable[[], int],
     ) -> Iterator[tuple[ExtractorBatch, PreparedBatch]]:
-        """Prepared batches of the extractor's size; the model draws in batches of its own, as many as they need."""
+        """Yield prepared batches of the extractor's batch size; generate model batches as needed."""
         batch_numbers = np.concatenate([np.full(len(self.batch_plan.rows(n)), n) for n in range(len(self.batch_plan))])
         generated: dict[int, Frames | ImageError] = {}
         for batch in batches:
@@ -183,9 +186,9 @@ class ModelImages(DrawnImages):
 
 
 def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
-    """What is to be drawn, without loading the model."""
+    """Return the images to generate, without loading the model."""
     if not config.prompts:
-        raise InputError("--model_path without --prompts", "the prompts it is to draw", "give --prompts FILE")
+        raise InputError("--model_path without --prompts", "prompts to generate images for", "give --prompts FILE")
     model_ref = resolve_model(config.model_path, raw=config.raw)
     prompts = PromptFile.open(config.prompts)
     defaults = RequestDefaults(
@@ -202,8 +205,8 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     if config.num_samples > len(specs) > 0:
         raise InputError(
             f"--num_samples {config.num_samples} of {len(specs)} prompts in {config.prompts}",
-            "at most as many as there are",
-            "leave --num_samples out to draw all of them",
+            "at most the number of prompts",
+            "omit --num_samples to use all prompts",
         )
     if not specs:
         raise InputError(f"{config.prompts} holds no prompts", "at least one", "check --prompts")

@@ -1,4 +1,4 @@
-"""Images prepared for extractors, in processes so that a decoder's crash stays there."""
+"""Prepares images for extractors in worker processes, which isolates decoder crashes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from halation.errors import HalationError
 from halation.evaluation.image_sources import ImageSource, LoadedImage
 
 IMAGES_PER_TASK = 8
-"""Images of one call to a process: fewer would be mostly pickling, more would keep the extractor waiting."""
+"""Images per call to a process: fewer would spend the time on pickling, more would let the extractor wait."""
 TransformFn = Callable[[npt.NDArray[np.uint8]], np.ndarray]
 
 
 class PreparedBatch(NamedTuple):
-    """Some images: for each extractor that wants them a stack of inputs, and what they were made from."""
+    """Prepared images: stacked inputs for each extractor, digests and sizes."""
 
     inputs: dict[str, np.ndarray]
     digests: npt.NDArray[np.uint8]
     sizes: npt.NDArray[np.int32]
     """Height and width."""
     broken: dict[int, str]
-    """By index, why there is no image; its inputs are zeros."""
+    """Reasons by index for images that could not be read; their inputs come from a black image."""
 
     @classmethod
     def concatenate(cls, batches: Sequence[PreparedBatch]) -> PreparedBatch:
@@ -48,9 +48,10 @@ def prepare_images(
     transforms: Mapping[str, TransformFn],
     num_threads: int = 0,
 ) -> PreparedBatch:
-    """Inputs for each of these extractors; `images` gives an index and a way to its pixels and digest.
+    """Prepare the inputs of each extractor.
 
-    Hashing and resizing release the interpreter lock, so threads help; 0 of them means this rank's share of the cores.
+    `images` yields an index and a function that loads its pixels and digest. Hashing and resizing release the GIL, so
+    that threads help; 0 threads means this rank's share of the cores.
     """
 
     def transform(pixels: npt.NDArray[np.uint8]) -> dict[str, np.ndarray]:
@@ -70,7 +71,7 @@ def prepare_images(
         except BrokenImageError as error:
             why = str(error)
         except MemoryError:
-            why = "there is not enough memory for it"
+            why = "not enough memory to decode it"
         return transform(np.zeros((8, 8, 3), np.uint8)), bytes(32), (8, 8), {index: why}
 
     tasks = list(images)
@@ -90,26 +91,26 @@ def prepare_images(
 
 
 def num_rank_cores() -> int:
-    """The cores of this machine that fall to this rank."""
+    """Return the number of CPU cores for this rank."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessWorker:
-    """What is pickled to a process once: how to load an image, and the transform of each extractor."""
+    """Loads and transforms images in a worker process; pickled once per process."""
 
     load: Callable[[Any], LoadedImage]
     transforms: Mapping[str, TransformFn]
 
     def __call__(self, image_refs: Sequence[tuple[int, Any]], names: Sequence[str]) -> PreparedBatch:
         images = [(index, partial(self.load, ticket)) for index, ticket in image_refs]
-        # One thread: there is a process for every core already.
+        # One thread, because there already is one process per core.
         return prepare_images(images, {name: self.transforms[name] for name in names}, num_threads=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourcePreprocessor:
-    """A source's images, and how each extractor wants them."""
+    """An image source and the transform of each extractor."""
 
     source: ImageSource
     transforms: Mapping[str, TransformFn]
@@ -123,14 +124,14 @@ class SourcePreprocessor:
 
 
 class ExtractorBatch(NamedTuple):
-    """Which images, and which extractors want them."""
+    """The indices of a batch and the labels of the extractors that need it."""
 
     indices: range
     labels: tuple[str, ...]
 
 
 class PreprocessPool:
-    """Batches in, prepared batches out, in order and ahead; without processes each is made when it is taken."""
+    """Prepares batches in order, ahead of use; without worker processes, on demand."""
 
     def __init__(self, preprocessor: SourcePreprocessor, num_workers: int) -> None:
         self.preprocessor = preprocessor
@@ -170,12 +171,12 @@ class PreprocessPool:
             yield batch, prepared
 
     def _worker_died_error(self, error: WorkerDied) -> HalationError:
-        """Which images it had in hand: one of them is to blame where a decoder crashed."""
+        """Return an error that lists the images the process was decoding when it died."""
         image_refs = error.arguments[0] if error.arguments else []
         names = "\n".join(f"  {self.preprocessor.source.name(index)}" for index, _ in image_refs)
         return HalationError(
-            f"a process that decodes images {error.exit_reason} while it had these in hand:\n{names}\n"
-            "  expected: processes that last: a decoder crashed on one of these images, or memory ran out\n"
-            "  to do:    remove the one that cannot be decoded, or use fewer processes (--decode_workers, in training "
-            "--num_workers); then run the same command again"
+            f"a decoder process {error.exit_reason} while it decoded these images:\n{names}\n"
+            "  expected: images that can be decoded, and enough memory\n"
+            "  to do:    remove the image that crashes the decoder, or use fewer processes (--decode_workers, in "
+            "training --num_workers); then run the same command again"
         )

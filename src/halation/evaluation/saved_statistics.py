@@ -1,4 +1,4 @@
-"""Saved statistics of images: safetensors of ours, .npz of pytorch-fid and ADM."""
+"""Saved statistics of images: Halation's .safetensors, and .npz of pytorch-fid and ADM."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _ZIP_ERRORS = (
     MemoryError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 _COMPARED_FACTS = ("extractor", "weights_sha256", "model_sha256", "preparation", "resize", "dtype")
-"""Facts in which two sets of features must agree to be compared."""
+"""Facts that must be equal for two sets of features to be comparable."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedStatistics:
-    """One side of a comparison as a file holds it."""
+    """The statistics in a file."""
 
     path: Path
     hash: str
     moments: Moments | Gaussian
     features: Features | None
     facts: dict[str, Any]
-    """How it came about; empty where the file does not say."""
+    """Provenance; empty if the file has none."""
 
     @property
     def num(self) -> int | None:
-        """None where the file does not say."""
+        """Number of images; None if the file does not have it."""
         return self.moments.num if isinstance(self.moments, Moments) else None
 
 
 def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -> SavedStatistics:
-    """One file, or several of ours merged; those of another extractor are refused."""
+    """Read one file, or merge several files of Halation; raise if the extractor differs."""
     found = [_read_file(path) for path in paths]
     for one in found:
         _check_compatible(one, extractor_facts)
@@ -58,16 +58,16 @@ def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -
     if len({one.hash for one in found}) < len(found):
         raise InputError(
             f"the same statistics twice in --reference {' '.join(map(str, paths))}",
-            "statistics of different images, where several are merged",
-            "leave one of them out",
+            "statistics of different images, because they are merged",
+            "remove one of them",
         )
     parts = [one.moments for one in found if isinstance(one.moments, Moments)]
     if len(parts) < len(found):
         path = next(one.path for one in found if isinstance(one.moments, Gaussian))
         raise InputError(
-            f"{path} does not say how many images it stands for",
-            "files that --save_statistics wrote, where several are given",
-            "give that one alone",
+            f"{path} does not have its number of images",
+            "files written by --save_statistics, if several are given",
+            "give only that file",
         )
     features = [one.features for one in found if one.features is not None]
     return SavedStatistics(
@@ -80,16 +80,16 @@ def read_statistics(paths: Sequence[Path], extractor_facts: Mapping[str, Any]) -
 
 
 def read_extractor_name(path: str) -> str:
-    """The extractor that made a file of statistics, as far as it says; other tools' are of Inception."""
+    """Return the extractor of a statistics file; Inception for files of other tools."""
     if path.endswith(".safetensors") and Path(path).is_file():
         name = _read_file(Path(path)).facts.get("extractor")
-        if name in ("dinov2", "clip", "streets"):  # another name is that of a folder, whose path is unknown
+        if name in ("dinov2", "clip", "streets"):  # other names are those of folders, whose paths are unknown
             return str(name)
     return "inception"
 
 
 def write_statistics(path: Path, moments: Moments, features: Features | None, facts: Mapping[str, Any]) -> None:
-    """Moments, features where they are kept, and how they came about."""
+    """Write moments, features if kept, and their provenance."""
     arrays = {"mean": moments.mean, "scatter": moments.scatter, "num": np.array([moments.num], np.int64)}
     if features is not None:
         arrays["features"] = features
@@ -114,13 +114,13 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise InputError(
-                    f"{path} does not hold statistics", "a file that --save_statistics wrote", "check --reference"
+                    f"{path} does not hold statistics", "a file written by --save_statistics", "check --reference"
                 )
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         moments = Moments(num=int(arrays["num"][0]), mean=arrays["mean"], scatter=arrays["scatter"])
         facts: dict[str, Any] = input_files.parse_json(metadata["facts"].encode())
         if not isinstance(facts, dict):
-            raise ValueError("facts that are no JSON object")
+            raise ValueError("its facts are not a JSON object")
     except (SafetensorError, KeyError, IndexError, ValueError, TypeError, OverflowError, OSError) as error:
         raise _unreadable_error(path, error) from error
     _check_mean_covariance(path, moments.mean, moments.scatter)
@@ -128,8 +128,8 @@ def _read_safetensors(path: Path, digest: str) -> SavedStatistics:
     if features is not None and (features.ndim != 2 or features.shape[1] != len(moments.mean)):
         raise InputError(
             f"{path}: the features have shape {features.shape}",
-            f"rows of {len(moments.mean)} numbers, as the mean has",
-            "make the statistics again",
+            f"rows of {len(moments.mean)} numbers, like the mean",
+            "create the statistics again",
         )
     return SavedStatistics(path=path, hash=digest, moments=moments, features=features, facts=facts)
 
@@ -144,7 +144,7 @@ def _read_npz(path: Path, digest: str) -> SavedStatistics:
                 raise InputError(
                     f"{path} holds {format_names(names) or 'nothing'}",
                     "the arrays mu and sigma, as pytorch-fid and ADM write them",
-                    "make statistics of those images: "
+                    "create statistics of those images: "
                     "halation evaluate --generated FOLDER --save_statistics F.safetensors",
                 )
             mean, covariance = _read_array(file, "mu"), _read_array(file, "sigma")
@@ -158,7 +158,7 @@ def _read_npz(path: Path, digest: str) -> SavedStatistics:
 
 
 def _read_array(file: zipfile.ZipFile, name: str) -> np.ndarray:
-    """One array whose header says no more than the limit, and no more than its member holds."""
+    """Read one array; raise if its header exceeds the limit or the size of its member."""
     member = file.getinfo(name if name in file.namelist() else f"{name}.npy")
     with file.open(member) as stream:
         version = np.lib.format.read_magic(stream)
@@ -182,21 +182,23 @@ def _check_mean_covariance(path: Path, mean: np.ndarray, covariance: np.ndarray)
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
         raise InputError(
             f"{path}: the mean has shape {mean.shape} and the covariance {covariance.shape}",
-            "a vector and a square matrix of its length",
+            "a vector and a square matrix of the same length",
             "check --reference",
         )
     if mean.dtype.kind != "f" or covariance.dtype.kind != "f":
-        raise InputError(f"{path}: numbers of type {covariance.dtype}", "real numbers", "make the statistics again")
+        raise InputError(f"{path}: numbers of type {covariance.dtype}", "real numbers", "create the statistics again")
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise InputError(
-            f"{path}: mean or covariance holds NaN or infinity", "finite numbers", "make the statistics again"
+            f"{path}: mean or covariance has NaN or infinity", "finite numbers", "create the statistics again"
         )
     if np.abs(covariance - covariance.T).max() > 1e-6 * np.abs(covariance).max():
-        raise InputError(f"{path}: a covariance that is not symmetric", "a covariance", "make the statistics again")
+        raise InputError(
+            f"{path}: the covariance is not symmetric", "a symmetric matrix", "create the statistics again"
+        )
 
 
 def _unreadable_error(path: Path, error: Exception) -> InputError:
-    return InputError(f"{path} cannot be read: {error}", "saved statistics", "copy or make the file again")
+    return InputError(f"{path} cannot be read: {error}", "saved statistics", "copy or create the file again")
 
 
 def _check_compatible(statistics: SavedStatistics, expected: Mapping[str, Any]) -> None:
@@ -204,7 +206,7 @@ def _check_compatible(statistics: SavedStatistics, expected: Mapping[str, Any]) 
     if num != expected["num_features"]:
         raise InputError(
             f"{statistics.path} holds statistics of {num} features",
-            f"{expected['num_features']}, as {expected['extractor']} has",
+            f"{expected['num_features']} features of {expected['extractor']}",
             "check --reference and --extractor",
         )
     if statistics.facts:
@@ -214,7 +216,7 @@ def _check_compatible(statistics: SavedStatistics, expected: Mapping[str, Any]) 
                 f"{name} {statistics.facts.get(name)} instead of {expected.get(name)}" for name in different
             )
             raise InputError(
-                f"{statistics.path} was made another way: {words}",
+                f"{statistics.path} was created with other settings: {words}",
                 "statistics of the same extractor, weights, resize rule and precision",
-                "give the settings it was made with, or make it again",
+                "use the settings it was created with, or create it again",
             )

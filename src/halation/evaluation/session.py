@@ -1,4 +1,4 @@
-"""One rank of `halation evaluate`: its image sources, early checks, and the report."""
+"""One rank of `halation evaluate`: opens images, checks settings, builds the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STOP_KEY = "evaluate/stop"
 
 
 class EvaluationSession:
-    """Everything one rank needs, opened in the order in which it can fail."""
+    """One evaluation on one rank; everything that can fail early is opened first."""
 
     def __init__(
         self, world: World, config: EvaluateConfig, cache: Path, generated: ImageFiles | ModelImages | None = None
@@ -71,7 +71,7 @@ class EvaluationSession:
                     log.warning("%s", warning)
         if len(set(world.all_gather_object(self.generated.key))) > 1:
             raise HalationError(
-                "the ranks see different images: the folder changes, or is another one on other machines"
+                "ranks see different images: the folder changed during the run or differs between machines"
             )
         self.extractors = self._open_extractors()
         self.facts = {label: extractor_facts(extractor) for label, extractor in self.extractors.items()}
@@ -79,7 +79,7 @@ class EvaluationSession:
         self.evaluator = Evaluator(world, config, self.plan, self.extractors, self.facts, self._feature_folder)
 
     def _open_extractors(self) -> dict[str, Extractor]:
-        """Rank 0 first: what has to be downloaded is downloaded once."""
+        """Open the extractors on rank 0 first, so that weights are downloaded once."""
         extractors: dict[str, Extractor] = {}
 
         def open_all(heartbeat: Heartbeat) -> None:
@@ -93,7 +93,7 @@ class EvaluationSession:
         return extractors
 
     def _feature_folder(self, source: EvaluatedImages, label: str, layout_and_captions: list[Any]) -> Path:
-        """In the cache, by everything that decides the features."""
+        """Return the cache folder, named by a hash of everything that affects the features."""
         assert not isinstance(source, SampledImages)
         layout, captions = layout_and_captions
         threads = self.config.threads if self.device_name == "cpu" else 0
@@ -102,7 +102,7 @@ class EvaluationSession:
         return self.cache / source.key[:24] / hash_json(how)[:24]
 
     def run(self) -> dict[str, Any]:
-        """The report, on every rank."""
+        """Run the evaluation and return the report on every rank."""
         with StopSignals() as signals:
             stop = StopFlag(self.world, lambda: signals.number)
             reference = None if self.saved_reference else self._open_reference()
@@ -112,15 +112,15 @@ class EvaluationSession:
                 if source is not None:
                     complete = self.evaluator.extract(source, side, f"features {side}", stop)
                     if complete is None:
-                        raise Interrupted("stopped; the same command goes on where it was", exit_code(stop()))
+                        raise Interrupted("stopped; run the same command to resume", exit_code(stop()))
                     writers[side] = complete
             report: dict[str, Any] = self.evaluator.compute(
-                "the numbers", lambda: self._build_report(writers, reference)
+                "computing metrics", lambda: self._build_report(writers, reference)
             )
             return report
 
     def _check_feasible(self, num_reference: int | None) -> None:
-        """Refuse metrics that cannot be computed before hours are spent on features."""
+        """Raise if a metric cannot be computed, before hours are spent on features."""
         settings = self.evaluator.metric_settings
         for metric, label in self.plan.metric_labels.items():
             num_images: dict[str, int | None] = {"generated": len(self.generated)}
@@ -137,8 +137,8 @@ class EvaluationSession:
             if metric not in ("fid", "fd") and max(known) > self.config.keep_features:
                 raise InputError(
                     f"{metric} of {max(known)} images with --keep_features {self.config.keep_features}",
-                    "features that are kept: of more images there are only moments",
-                    "raise --keep_features, or ask for fid or fd alone",
+                    "kept features: for more images, only moments are kept",
+                    "raise --keep_features, or compute only fid or fd",
                 )
 
     def _open_reference(self) -> ImageSource | None:
@@ -149,7 +149,7 @@ class EvaluationSession:
         return find_image_files(Path(self.config.reference[0]), "--reference", captions=False)
 
     def _street_size(self) -> int:
-        """Street scenes are drawn at the size of the images they are compared with."""
+        """Return the size of the street scenes, which is that of the images to score."""
         if isinstance(self.generated, ModelImages):
             height, width = self.generated.specs[0].height, self.generated.specs[0].width
         else:
@@ -160,7 +160,7 @@ class EvaluationSession:
                 f"square images from {MIN_SIZE} to {MAX_SIZE} pixels, as street scenes are",
                 "give --height and --width, or another --reference"
                 if isinstance(self.generated, ModelImages)
-                else f"give another --reference, or look at {self.generated.name(0)}",
+                else f"give another --reference, or check {self.generated.name(0)}",
             )
         return height
 
@@ -187,7 +187,7 @@ class EvaluationSession:
             extractor = self.extractors[self.plan.metric_labels["clip"]]
             num_truncated = len(extractor.find_truncated(self.generated.captions or ()))
             if num_truncated:
-                log.warning("%d prompts are longer than the CLIP model reads; their ends do not count", num_truncated)
+                log.warning("%d prompts exceed the CLIP model's token limit and were truncated", num_truncated)
             metrics["clip"]["num_truncated_prompts"] = num_truncated
         if self.config.save_statistics is not None:
             self._save_statistics(self.config.save_statistics, generated_features["main"])
@@ -203,7 +203,10 @@ class EvaluationSession:
         }
 
     def _find_extremes(self, generated_features: FeatureSets, reference_features: FeatureSets) -> dict[str, Any] | None:
-        """The images most and least like the reference, or why they are left out; None where nothing is compared."""
+        """Return the images nearest to and farthest from the reference, or why they are left out.
+
+        None without a reference.
+        """
         labels = self.plan.reference_labels
         if not labels:
             return None
@@ -233,7 +236,7 @@ class EvaluationSession:
 
 
 class StopFlag:
-    """A stop signal that one rank got and all ranks see at their next batch."""
+    """Shares a stop signal of one rank with all ranks, which check it at each batch."""
 
     def __init__(self, world: World, stop_signal: Callable[[], int]) -> None:
         self.world = world
@@ -252,7 +255,7 @@ class StopFlag:
 def read_saved_reference(
     config: EvaluateConfig, plan: ExtractorPlan, facts: Mapping[str, Mapping[str, Any]]
 ) -> saved_statistics.SavedStatistics | None:
-    """The statistics that --reference names, or None where it names images or nothing is compared."""
+    """Read the statistics given by --reference; None if it gives images or is not needed."""
     paths = [Path(path) for path in config.reference if Path(path).suffix in saved_statistics.SUFFIXES]
     labels = plan.reference_labels
     if not paths or not labels:
@@ -260,13 +263,15 @@ def read_saved_reference(
     if len(labels) > 1:
         names = " and ".join(str(facts[label]["extractor"]) for label in labels)
         raise InputError(
-            f"statistics as the reference of {names}", "one extractor, that of the statistics", "ask for fewer metrics"
+            f"statistics as the reference of {names}",
+            "metrics of one extractor, that of the statistics",
+            "select fewer --metrics",
         )
     return saved_statistics.read_statistics(paths, facts[labels[0]])
 
 
 def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
-    """The images to score, with their prompts where these are known; nothing is decoded and no model loaded."""
+    """Open the images to score, with prompts if known, without decoding or loading a model."""
     if config.model_path:
         return open_model_images(config, "cpu")
     files = open_generated(Path(config.generated))
@@ -275,14 +280,14 @@ def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
     if config.num_samples > len(files):
         raise InputError(
             f"--num_samples {config.num_samples} of {len(files)} images in {config.generated}",
-            "at most as many as there are",
-            "leave --num_samples out to score all of them",
+            "at most the number of images",
+            "omit --num_samples to score all images",
         )
     return files.first(config.num_samples) if config.num_samples else files
 
 
 def choose_extractor(config: EvaluateConfig) -> str:
-    """The one that was asked for, that made the reference's statistics, or the usual one."""
+    """Return the extractor of the flags, of the reference statistics, or the default."""
     if config.extractor:
         return config.extractor
     if config.reference == ("streets",):
@@ -291,7 +296,7 @@ def choose_extractor(config: EvaluateConfig) -> str:
 
 
 def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> EvaluateConfig:
-    """The config with the extractor and the metrics written out, and what does not go together refused."""
+    """Fill in the extractor and the metrics; raise if settings conflict."""
     extractor = choose_extractor(config)
     config = replace(config, extractor=extractor)
     metrics: Any = config.metrics
@@ -309,15 +314,15 @@ def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> 
         raise InputError(
             f"no prompts for {', '.join(caption_metrics)}" + (f" ({why})" if why else ""),
             "the prompt of every image",
-            "give --prompts FILE, or the folder of a `halation generate`",
+            "give --prompts FILE, or an output folder of `halation generate`",
         )
-    for metric in metrics:  # before weights are looked for, or fetched
+    for metric in metrics:  # before weights are opened or downloaded
         metric_computation.check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
     return config
 
 
 def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
-    """Open what an evaluation needs besides the images, without scoring anything; the facts of its extractors."""
+    """Check all that an evaluation needs except the images; return the extractor facts."""
     config = replace(config, extractor=choose_extractor(config))
     plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
     fid_conflict().check(config)
@@ -328,7 +333,7 @@ def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
             extractor = plan.open_extractor(label, config, "cpu")
             facts[label] = extractor_facts(extractor)
             if label == plan.metric_labels.get("clip"):
-                extractor.embed_texts(("a prompt",))  # the text encoder is another part of the model
+                extractor.embed_texts(("a prompt",))  # the text encoder is a separate part of the model
         except InputError as error:
             errors.append(error)
     if len(errors) == 1:

@@ -37,7 +37,7 @@ PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]
 
 
 def run(config: GenerateConfig) -> int:
-    """Draw what is missing; 0 only if every image is there."""
+    """Generate the missing images; return 0 only if all images are done."""
     with interrupt_on_signals():
         return _run(config)
 
@@ -56,7 +56,7 @@ def _run(config: GenerateConfig) -> int:
     check_not_shared(folder)
     if not (folder / LEDGER_FILE).exists():
         check_no_foreign_files(folder)
-    # An owner that ended well takes its lock and its card along.
+    # An owner that exits normally removes its lock and its owner file.
     was_killed = any((folder / name).exists() for name in (".lock", ".owner.json"))
     with claim_ledger_kind(folder, "sqlite") as kind:
         if kind != "sqlite":
@@ -70,7 +70,7 @@ def _run(config: GenerateConfig) -> int:
             if was_killed:
                 remove_temporary_files(folder)
             with Ledger(folder / LEDGER_FILE) as ledger:
-                monitor.watch(folder / LEDGER_FILE)  # SQLite goes on writing to a file that was removed
+                monitor.watch(folder / LEDGER_FILE)  # SQLite would keep writing to a deleted file
                 session = GenerationSession(config, model_ref, ledger, console_handler, monitor)
                 session.prepare(prompts, slots)
                 return session.run(lambda: make_pool(session.worker_settings()))
@@ -78,12 +78,12 @@ def _run(config: GenerateConfig) -> int:
 
 @contextlib.contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Raise on signals while nothing is drawn, so that the folder is released as after Ctrl+C."""
+    """Raise on signals outside of generation, so that the folder is released as after Ctrl+C."""
 
     def raise_interrupted(number: int, _frame: object) -> None:
-        raise Interrupted("stopped while nothing was being drawn; the same command goes on", exit_code(number))
+        raise Interrupted("stopped while no image was in progress; run the same command to resume", exit_code(number))
 
-    # One that is ignored (nohup) stays ignored; a thread that is not the main one hears no signals.
+    # Ignored signals (nohup) stay ignored. Only the main thread can install signal handlers.
     is_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [number for number in STOP_SIGNALS if is_main_thread and signal.getsignal(number) == signal.SIG_DFL]
     previous = {number: signal.signal(number, raise_interrupted) for number in numbers}
@@ -97,9 +97,9 @@ def interrupt_on_signals() -> Iterator[None]:
 def prepare_workers(
     config: GenerateConfig,
 ) -> contextlib.AbstractContextManager[tuple[Sequence[WorkerSlot], PoolFactory]]:
-    """The slots of the workers and how to make a pool of them.
+    """Return a context that yields the worker slots and a function that creates the pool.
 
-    GPUs of this machine are looked for at once, a cluster when the context is entered.
+    Local GPUs are listed in this call; a cluster is joined when the context is entered.
     """
     if config.uses_ray:
         return ray_cluster.open_cluster(config)
@@ -110,14 +110,14 @@ def prepare_workers(
 
 
 def check_config(config: GenerateConfig) -> None:
-    """What can be refused without looking at prompts, model and folder."""
+    """Check everything that does not depend on the prompts, the model or the folder."""
     check_settings(config)
     if config.uses_ray:
         if importlib.util.find_spec("ray") is None:
             raise InputError(
                 f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'"
             )
-    else:  # with Ray other machines write what they draw
+    else:  # with Ray, other machines encode the images
         if config.png != "auto":
             png_codec.get_coder(config.png)
         if config.num_frames > 1:
@@ -129,8 +129,8 @@ def check_config(config: GenerateConfig) -> None:
     ):
         raise InputError(
             "one of several copies of this command (torchrun or srun)",
-            "one command, which starts a worker for each GPU itself",
-            "start it once; for several machines on one folder see --cluster files and --cluster ray",
+            "a single command, which starts one worker per GPU",
+            "start it once; to use several machines, see --cluster files and --cluster ray",
         )
 
 
@@ -138,24 +138,24 @@ def check_not_shared(folder: Path) -> None:
     if (folder / SHARED_LEDGER).is_dir():
         if (folder / LEDGER_FILE).exists():
             raise InputError(
-                f"{folder} was begun by two commands at once, with --cluster files and without: it has two ledgers",
+                f"{folder} has two ledgers: it was started by two commands, with and without --cluster files",
                 "one ledger",
-                f"move {SHARED_LEDGER}/ elsewhere and run this command with --verify: images that are not those of "
-                f"{LEDGER_FILE} are then drawn again",
+                f"move {SHARED_LEDGER}/ elsewhere and run this command with --verify: images that do not match "
+                f"{LEDGER_FILE} are then generated again",
             )
         raise begun_with_files_error(folder)
 
 
 def begun_with_files_error(folder: Path) -> InputError:
     return InputError(
-        f"{folder} was begun with --cluster files",
-        "the same way of sharing it as before",
-        "give --cluster files (one process is enough), or another --output_dir",
+        f"{folder} was started with --cluster files",
+        "--cluster files in every command on this folder",
+        "add --cluster files (one process is enough), or choose another --output_dir",
     )
 
 
 def resolve_config(config: GenerateConfig, model_ref: ModelRef, slots: Sequence[WorkerSlot]) -> GenerateConfig:
-    """The config with what the model and the device decide written out."""
+    """Fill in the settings that depend on the model and the device."""
     chosen: dict[str, Any] = {
         "height": config.height or model_ref.height,
         "width": config.width or model_ref.width,

@@ -1,6 +1,6 @@
-"""From prompt rows to requests: which image each row asks for, and its file name.
+"""Turns prompt rows into image requests with safe file names.
 
-An id is text from a user's file. Only ids that are safe on every file system become part of a name; others are mapped.
+Ids come from user files. Only ids that are safe on every file system are used in file names; others are mapped.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _UNSAFE_CHARACTER = re.compile(r"[^A-Za-z0-9_-]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
-    """One image that is asked for, and the name it will have."""
+    """A requested image and its file name."""
 
     spec: SampleSpec
     name: str
-    """File stem, safe on every file system: `{id}_seed{seed}` where the id is safe, else mapped."""
+    """File stem, safe on every file system: `{id}_seed{seed}` if the id is safe, else a mapped name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTask:
-    """A batch to draw, and which of its images are wanted.
+    """A batch to generate, and which of its images are wanted.
 
-    The others stay in it because the shape of a batch decides the bits.
+    The other images stay in the batch because its shape affects the bits.
     """
 
     number: int
@@ -56,7 +56,7 @@ class BatchTask:
         return SampleBatch(specs=(*specs, *fillers), num_real=len(specs))
 
     def as_json(self) -> dict[str, Any]:
-        """As it is sent to a worker."""
+        """Return the message that is sent to a worker."""
         requests = [{"name": request.name, "spec": request.spec.as_json()} for request in self.requests]
         sizes = {"batch_size": self.batch_size, "micro_batch": self.micro_batch}
         return {"number": self.number, "requests": requests, **sizes, "wanted": sorted(self.wanted)}
@@ -70,17 +70,17 @@ class BatchTask:
         return next(request.spec.id for request in self.requests if request.spec.index == index)
 
     def with_single_image(self, index: int, number: int) -> BatchTask:
-        """The same shape with one image in every place, to find out which one of a batch fails."""
+        """Return a batch of the same shape that repeats one image, to find which one fails."""
         kept_request = next(request for request in self.requests if request.spec.index == index)
         return replace(self, number=number, requests=(kept_request,), wanted=frozenset({index}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestDefaults:
-    """What a row that says nothing gets."""
+    """Default values for rows that do not set them."""
 
     seed_start: int
-    """The seed of the file's first row; the next rows count on from it."""
+    """The seed of the first row of the file; row k gets seed_start + k."""
     height: int
     width: int
     num_frames: int
@@ -91,7 +91,7 @@ class RequestDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenamedId:
-    """A request whose file name is not made of its id as it stands."""
+    """A request whose file name is not its id and seed."""
 
     index: int
     line: int
@@ -101,23 +101,23 @@ class RenamedId:
 
 
 def iter_requests(rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> RequestIterator:
-    """The requests of a file's rows in their order; `source` is the file's name for messages."""
+    """Return the requests of a file's rows in order; `source` is the file name for messages."""
     return RequestIterator(rows, defaults, source)
 
 
 class RequestIterator(Iterator[ImageRequest]):
-    """Requests, made one by one; each depends on its row and those before it, never on later ones.
+    """Creates requests one by one; each depends only on its row and earlier rows.
 
-    The same id with the same seed twice would be one file for two rows: no request is given after the first such row,
-    and the end is an InputError that lists them.
+    Two rows with the same id and seed would share one file. After the first such row no more requests are yielded, and
+    the iteration ends with an InputError that lists all of them.
     """
 
     def __init__(self, rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> None:
         self.renamed_ids: list[RenamedId] = []
-        """Renamed requests, in order; a caller that writes them down on the way may empty the list."""
+        """Renamed requests, in order; the caller may clear the list during iteration."""
         self.num_renamed = 0
         self._source = source
-        # Digests: a million long ids take no more memory than short ones. At 128 bits, equal digests mean equal text.
+        # Digests bound the memory for a million long ids. At 128 bits, equal digests mean equal text.
         self._line_by_name: dict[int, int] = {}
         self._other_names: set[int] = set()
         self._ids: set[int] = set()
@@ -128,7 +128,7 @@ class RequestIterator(Iterator[ImageRequest]):
 
     @property
     def num_shared_ids(self) -> int:
-        """How many ids had come more than once so far, each time with another seed."""
+        """Number of ids seen more than once so far, with different seeds."""
         return len(self._shared_ids)
 
     def __next__(self) -> ImageRequest:
@@ -169,11 +169,11 @@ class RequestIterator(Iterator[ImageRequest]):
         return name
 
     def _is_taken(self, folded_key: int) -> bool:
-        # A safe id without capitals has its own text as its folded name; an unsafe id's text is never a name.
+        # The folded name of a safe lower-case id is the name itself; an unsafe id is never part of a name.
         return folded_key in self._line_by_name or folded_key in self._other_names
 
     def _make_safe_name(self, spec: SampleSpec) -> str:
-        # The part of an id that fits any file name: letters without accents, digits, dashes; the rest as underscores.
+        # Keep letters without accents, digits and dashes; replace the rest by underscores.
         letters = unicodedata.normalize("NFKD", spec.id[:_MAX_STEM_LENGTH])
         plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
         start = _UNSAFE_CHARACTER.sub("_", plain)[:_MAX_STEM_LENGTH].lstrip("_-") or "id"
@@ -202,8 +202,8 @@ class RequestIterator(Iterator[ImageRequest]):
         listed = "; ".join(self._repetitions) + (f"; and {more} more" if more else "")
         return InputError(
             f"{self._source}: the same image_id and seed twice: {listed}",
-            "each image_id once for each seed, because the file name is made of the two",
-            "remove the repeated rows, or give them a seed or an image_id of their own",
+            "each image_id once per seed, because the two form the file name",
+            "remove the repeated rows, or give them another seed or image_id",
         )
 
 

@@ -36,24 +36,24 @@ Result = TypeVar("Result")
 LedgerKind = Literal["sqlite", "files"]
 LEDGER_FILE = "ledger.sqlite"
 LEDGER_NAMES: dict[LedgerKind, str] = {"sqlite": LEDGER_FILE, "files": "ledger"}
-"""One file, or a folder of files that several commands write."""
+"""A single file, or a folder of files that several commands write."""
 STATES: tuple[RowState, ...] = ("open", "done", "failed")
 OPEN, DONE, FAILED = range(len(STATES))
-"""A state as the table has it."""
-REMEDY = "fix that, for a full disk free some space, then run the same command again"
+"""States as stored in the table."""
+REMEDY = "fix the cause (for a full disk, free some space) and run the same command again"
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 CLOSE_WAIT_MS = 2_000
 CLOSE_WAITS_S = (0.02, 0.1, 0.4)
 
 APPLICATION_ID = 0x48414C4F
-"""In SQLite's header: the file is a ledger of Halation. Ledgers of earlier versions have 0 there."""
+"""Marks the file as a Halation ledger in SQLite's header. Ledgers of earlier versions have 0 there."""
 DIGEST_FILE = "ledger.sha256"
-"""SHA-256 of the database file, beside its log: the fast proof that no bit of it has changed since it was written."""
+"""SHA-256 of the database file without its log: a fast check that the file is unchanged since it was written."""
 DIGEST_BLOCK_BYTES = 1 << 20
 MAX_OUTCOMES_IN_LOG = 4_000
-"""After so many, SQLite's write-ahead log is moved into the file, whose digest is then taken anew."""
+"""After this many outcomes, the write-ahead log is checkpointed into the file and the digest is recomputed."""
 
-# `unfinished` is a partial index, so that a resume reads what is missing and never what is there.
+# `unfinished` is a partial index, so that a resume reads only the missing rows.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE, negative INTEGER);
@@ -66,7 +66,7 @@ CREATE TABLE IF NOT EXISTS pictures(
     attempts INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS unfinished ON pictures(state, picture) WHERE state != 1;
 """
-# Added to tables of earlier versions and of this one alike, so that all ledgers have the same text of their schema.
+# Added by ALTER TABLE in new ledgers too, so that their schema text equals that of ledgers of earlier versions.
 CHECKSUM_COLUMNS = ("plan_check", "outcome_check")
 SPEC_COLUMNS = ("id", "prompt", "negative_prompt", "seed", "height", "width", "num_frames", "steps", "guidance_scale")
 OUTCOME_COLUMNS = ("sha256", "num_bytes", "worker", "seconds", "micro_batch", "attempts", "reason")
@@ -79,22 +79,22 @@ _OUTCOME_INTEGERS = ("state", "num_bytes", "micro_batch", "attempts", "epoch")
 _PLAN_NUMBERS = struct.Struct("<qqqqqqqd").pack
 _OUTCOME_NUMBERS = struct.Struct("<qqqqqqd").pack
 CHECKSUM_VERSION = 1
-"""SQLite's user_version of a ledger whose rows have checksums; earlier ones have 0."""
+"""SQLite's user_version of ledgers whose rows have checksums; older ledgers have 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOutcome:
-    """What became of one image."""
+    """The outcome of one image."""
 
     index: int
     state: Literal["done", "failed"]
     sha256: str = ""
     num_bytes: int = 0
     worker: str = ""
-    """The GPU's id as given, or the worker's number on a CPU."""
+    """The GPU id as given, or the worker number on a CPU."""
     seconds: float = 0.0
     micro_batch: int = 0
-    """0: drawn as planned; otherwise the smaller number of images at once that memory allowed."""
+    """0 if the planned micro-batch was used, else the smaller size that fit into memory."""
     attempts: int = 1
     reason: str = ""
 
@@ -116,13 +116,16 @@ class LedgerRow:
 
 
 def group_key(spec: SampleSpec) -> tuple[float, ...]:
-    """What must be equal for two specs to stand in one batch: a pipeline takes one guidance scale for all its rows."""
+    """Return the values that all specs of a batch must share.
+
+    The guidance scale is one of them because a pipeline call takes a single one for all its rows.
+    """
     return (*spec.shape, spec.guidance_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerDamage:
-    """Rows whose content is not what was written, by index; rows that are missing stand in both lists."""
+    """Indices of rows whose content is damaged; missing rows are in both lists."""
 
     planned: tuple[int, ...] = ()
     outcomes: tuple[int, ...] = ()
@@ -132,7 +135,7 @@ class LedgerDamage:
 
 
 def plan_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], guidance_scale: float) -> int:
-    """CRC-32 of the planned part of a row.
+    """Return the CRC-32 of the planned part of a row.
 
     `texts` are name, id, prompt and negative prompt; `numbers` seed, height, width, frames, steps and shape.
     """
@@ -140,20 +143,24 @@ def plan_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], gu
 
 
 def outcome_checksum(index: int, texts: Sequence[bytes], numbers: Sequence[int], seconds: float) -> int:
-    """CRC-32 of the outcome of a row, with its index: an outcome that moved to another row is damage too.
+    """Return the CRC-32 of the outcome of a row.
 
-    `texts` are SHA-256, worker and reason; `numbers` state, bytes, micro-batch, attempts and epoch.
+    `texts` are SHA-256, worker and reason; `numbers` state, bytes, micro-batch, attempts and epoch. The index is
+    included, so that an outcome in the wrong row counts as damaged.
     """
     return zlib.crc32(_OUTCOME_NUMBERS(index, *numbers, seconds), zlib.crc32(b"\x1f".join(texts)))
 
 
 class Ledger:
-    """Rows and outcomes; call it from one thread of one process, which holds the folder."""
+    """The planned rows and their outcomes.
+
+    Only one thread of the process that holds the folder lock may use it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.epoch = 0
-        """Which of the run's settings, counted from 0, the outcomes recorded from now on belong to."""
+        """Number of accepted changes of the settings so far; stored with each new outcome."""
         self._num_in_log = 0
         self._closing = contextlib.ExitStack()
         try:
@@ -167,19 +174,19 @@ class Ledger:
     def _open(self) -> None:
         if not self.path.exists():
             self.path.touch()
-        # Open as long as the connection: closing any descriptor of the file would drop the locks that SQLite holds on
-        # it, and a reader that closes its connection would take itself for the last one and remove the log.
+        # Stays open as long as the connection: closing any descriptor of the file would drop SQLite's locks on it, and
+        # a reader that closes its connection would then consider itself the last one and remove the log.
         self._database_file = self._closing.enter_context(open_regular_file(self.path))
         has_content = os.fstat(self._database_file.fileno()).st_size > 0
         self._is_intact = not has_content or self._matches_digest()
-        """Whether every row is known to be what was written: only such a ledger gets a digest when it is closed."""
+        """True if every row is known to be undamaged. Only then is a digest written on close."""
         self.connection = sqlite3.connect(self.path, isolation_level=None)
         if has_content:
             _check_schema(self.path, self.connection)
-        # WAL: one fsync less a commit, and a reader (the gallery) never waits. A power cut may cost the last outcomes.
+        # WAL saves one fsync per commit, and readers (the gallery) never wait. A power cut may lose the last outcomes.
         self.connection.execute("PRAGMA journal_mode = WAL")
         self.connection.execute("PRAGMA synchronous = NORMAL")
-        self.connection.execute("PRAGMA wal_autocheckpoint = 0")  # _move_log does it, and takes the digest
+        self.connection.execute("PRAGMA wal_autocheckpoint = 0")  # _move_log checkpoints and updates the digest
         create_tables(self.connection)
 
     @property
@@ -191,9 +198,10 @@ class Ledger:
         return self.path.with_name(self.path.name + "-wal")
 
     def _matches_digest(self) -> bool:
-        """Whether the file is, bit for bit, what was written last: cheaper than a look at every row.
+        """Return True if the file is bit-identical to the last write.
 
-        A log beside it has checksums of its own: SQLite reads it as far as they are right.
+        This is cheaper than checking every row. A log beside the file has its own checksums: SQLite reads it up to the
+        first wrong one.
         """
         try:
             return self._digest_path.read_text().strip() == self._digest()
@@ -201,18 +209,19 @@ class Ledger:
             return False
 
     def _move_log(self) -> None:
-        """Move the log into the file, which does not change between two such moves."""
+        """Checkpoint the log into the database file, which changes at no other time."""
         self._num_in_log = 0
         with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the rows stay in the log
             _, num_pages, num_moved = self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            if num_moved == num_pages:  # fewer where a reader still needs the file as it was
+            if num_moved == num_pages:  # fewer if a reader still needs the old content
                 self._write_digest()
 
     def close(self) -> None:
-        """Move everything into the one file: SQLite itself leaves rows in the log while a reader has it open."""
-        with contextlib.suppress(
-            sqlite3.Error
-        ):  # a full disk: the rows stay in the log, from which the next command reads them
+        """Checkpoint everything into the database file and close it.
+
+        SQLite on its own leaves rows in the log while a reader has the ledger open.
+        """
+        with contextlib.suppress(sqlite3.Error):  # a full disk: the rows stay in the log; the next command reads them
             self.connection.execute(f"PRAGMA busy_timeout = {CLOSE_WAIT_MS}")
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.connection.close()
@@ -228,17 +237,23 @@ class Ledger:
         return digest.hexdigest()
 
     def _write_digest(self) -> None:
-        """Only for a ledger that is whole; without a digest that fits, the next command looks at every row."""
+        """Write the digest of an intact ledger.
+
+        Without a valid digest, the next command checks every row.
+        """
         if self._is_intact:
             with contextlib.suppress(OSError):
                 if not is_same_file(self.path, self._database_file.fileno()):
-                    return  # the folder was moved, and another one has its name
+                    return  # the folder was moved, and another one now has its name
                 digest = self._digest() + "\n"
                 if not self._digest_path.exists() or self._digest_path.read_text() != digest:
                     write_atomic(self._digest_path, digest.encode(), point="ledger.digest")
 
     def _remove_wal(self) -> None:
-        """The last connection to close removes the log; a reader cannot, so this is tried again once it has gone."""
+        """Remove an empty log that a reader kept alive.
+
+        The last connection to close removes the log, but a read-only one cannot. Retry a few times, in case the reader closes.
+        """
         wal_path = self._log_path
         for wait_s in CLOSE_WAITS_S:
             try:
@@ -261,13 +276,14 @@ class Ledger:
     # -- damage
 
     def find_damage(self) -> LedgerDamage:
-        """Rows whose checksums do not fit their content; a file that is bit for bit what was closed has none.
+        """Return the rows whose checksums do not match their content.
 
-        Raises where SQLite itself finds the file damaged. Rows of earlier versions, without checksums, get them here.
+        Skips the scan if the digest of the file matches. Raises if SQLite itself finds the file damaged. Rows of
+        earlier versions, which have no checksums, get them here.
         """
         if self._is_intact:
             return LedgerDamage()
-        self.connection.execute("REINDEX unfinished")  # it only repeats what the rows say
+        self.connection.execute("REINDEX unfinished")  # the index holds no data that is not in the rows
         problems = [row[0] for row in self.connection.execute("PRAGMA quick_check(1)")]
         if problems != ["ok"]:
             raise sqlite3.DatabaseError(problems[0])
@@ -303,7 +319,10 @@ class Ledger:
         return damage
 
     def _has_checksums(self) -> bool:
-        """Whether this version has written the ledger; a damaged version number does not prove the opposite."""
+        """Return True if the version number or any row shows that checksums were written.
+
+        The version number alone may be damaged.
+        """
         is_any = "SELECT EXISTS(SELECT 1 FROM pictures WHERE plan_check IS NOT NULL OR outcome_check IS NOT NULL)"
         version, is_checked = (
             self.connection.execute(query).fetchone()[0] for query in ("PRAGMA user_version", is_any)
@@ -312,21 +331,27 @@ class Ledger:
 
     @property
     def _max_rows(self) -> int:
-        """More than there can be: a row takes more than a byte. A flipped bit makes a number as large as any."""
+        """An upper bound on the number of rows: the size of the file in bytes.
+
+        It rejects absurd row numbers that a flipped bit may produce.
+        """
         pages, page_size = (
             self.connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
         )
         return int(pages * page_size)
 
     def _are_all_rows_intact(self) -> bool:
-        """Whether there is nothing to look for: half the time of a scan that says which rows are damaged."""
+        """Return True if all rows match their checksums.
+
+        Takes half the time of the scan that finds the damaged rows.
+        """
         wrong_types = " OR ".join(f"typeof({name}) != 'text'" for name in (*PLAN_TEXTS, *_OUTCOME_TEXTS))
         if self.connection.execute(f"SELECT 1 FROM pictures WHERE {wrong_types} LIMIT 1").fetchone():
             return False
         columns = ", ".join((*PLAN_TEXTS, *_PLAN_INTEGERS, *_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))
         num_rows = 0
         with self._texts_as_bytes():
-            # Written out, without a call or a slice for each of a million rows.
+            # Inlined: there may be a million rows, and calls and slices for each would be slow.
             for (
                 index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, shape,
                 sha256, worker, reason, state, num_bytes, micro_batch, attempts, epoch,
@@ -352,7 +377,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _texts_as_bytes(self) -> Iterator[None]:
-        """A damaged text may not even be UTF-8."""
+        """Read text columns as bytes, because damaged text may not be valid UTF-8."""
         self.connection.text_factory = bytes
         try:
             yield
@@ -360,7 +385,10 @@ class Ledger:
             self.connection.text_factory = str
 
     def _iter_checksums(self) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """Index, computed and stored checksums of every row; -1 is the checksum of values of other types."""
+        """Yield the index and the computed and stored checksums of every row.
+
+        The computed checksum is -1 if a value has the wrong type.
+        """
         query = (
             f"SELECT picture, {', '.join((*PLAN_TEXTS, *_PLAN_INTEGERS))}, guidance_scale,"
             f" {', '.join((*_OUTCOME_TEXTS, *_OUTCOME_INTEGERS))}, seconds, "
@@ -397,7 +425,10 @@ class Ledger:
         return count_planned(self.connection)
 
     def read_fact(self, key: str) -> Any:
-        """The fact under that key; None for none or a damaged one: facts follow from the prompt list."""
+        """Return the fact with that key, or None if it is missing or damaged.
+
+        Facts can be derived again from the prompt list.
+        """
         row = self.connection.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
         try:
             return None if row is None else json.loads(row[0])
@@ -413,9 +444,9 @@ class Ledger:
         replaces: bool = False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Append requests to the plan, all or none of them; `facts` identify the plan.
+        """Append requests to the plan in one transaction; `facts` identify the plan.
 
-        `changed` replace rows that are not done. With `replaces`, the requests replace the whole plan.
+        The requests in `changed` replace rows that are not done. With `replaces`, `requests` replace the whole plan.
         """
         with self._transaction("plan"):
             for table in ("pictures", "shapes", "facts") if replaces else ():
@@ -437,7 +468,7 @@ class Ledger:
         self._move_log()
 
     def restore_plan(self, requests: Iterable[ImageRequest]) -> None:
-        """Write what is planned of these rows again; a row that is gone is open."""
+        """Rewrite the planned values of these rows; missing rows are added as open."""
         columns = [*_REQUEST.split(", ")[1:], "shape", "plan_check"]
         with self._transaction("restore"):
             self.connection.executemany(
@@ -448,7 +479,7 @@ class Ledger:
             )
 
     def read_damaged_name(self, index: int) -> str:
-        """The file stem of a row as it stands there, which may be damaged itself; empty where it cannot be read."""
+        """Return the stored file stem of a row, which may be damaged; empty if it cannot be read."""
         with self._texts_as_bytes():
             row = self.connection.execute("SELECT name FROM pictures WHERE picture = ?", (index,)).fetchone()
         return row[0].decode(errors="replace") if row is not None and isinstance(row[0], bytes) else ""
@@ -477,7 +508,7 @@ class Ledger:
             )  # fmt: skip
 
     def groups(self) -> list[Indices]:
-        """The indices of each group of rows that may share batches, ascending."""
+        """Return the indices of each group of rows that may share batches, ascending."""
         num_shapes = self.connection.execute("SELECT COUNT(*) FROM shapes").fetchone()[0]
         if num_shapes <= 1:
             return [np.arange(self.num_planned, dtype=np.int64)] if num_shapes else []
@@ -487,55 +518,58 @@ class Ledger:
         return [group for group in groups if len(group)]
 
     def examples(self) -> list[SampleSpec]:
-        """A spec of each group and, if it has one, a spec with a negative prompt, which not every model takes."""
+        """Return one spec of each group and, if it has one, a spec with a negative prompt.
+
+        Not every model supports negative prompts.
+        """
         firsts = [int(group[0]) for group in self.groups()]
         negatives = self.connection.execute("SELECT negative FROM shapes WHERE negative IS NOT NULL").fetchall()
         chosen = dict.fromkeys([*firsts, *(row[0] for row in negatives)])
         return [request.spec for request in self.requests(list(chosen))]
 
     def requests(self, indices: Sequence[int]) -> list[ImageRequest]:
-        """The requests of these rows, in this order."""
+        """Return the requests of these rows, in this order."""
         query = f"SELECT {_REQUEST} FROM pictures WHERE picture = ?"
         found = [(index, self.connection.execute(query, (int(index),)).fetchone()) for index in indices]
         for index, row in found:
             if row is None:
-                raise sqlite3.DatabaseError(f"row {index + 1} is not there")
+                raise sqlite3.DatabaseError(f"row {index + 1} is missing")
         return [_parse_request(row) for _, row in found]
 
     # -- the outcomes
 
     def unfinished_indices(self) -> Indices:
-        """Rows without an image, ascending: open ones, and failed ones, which a new call tries again."""
+        """Return the rows without an image, ascending: open rows, and failed rows to retry."""
         rows = self.connection.execute("SELECT picture FROM pictures WHERE state != 1").fetchall()
         return np.sort(np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(rows)))
 
     def unfinished_names(self) -> Iterator[tuple[int, str, int]]:
-        """Index, file stem and number of frames of the rows without an image."""
+        """Iterate over index, file stem and number of frames of the rows without an image."""
         return iter(self.connection.execute("SELECT picture, name, num_frames FROM pictures WHERE state != 1"))
 
     def has_videos(self) -> bool:
-        """Whether any row has more than one frame."""
+        """Return True if any row has more than one frame."""
         query = "SELECT EXISTS(SELECT 1 FROM pictures WHERE num_frames != 1)"
         return bool(self.connection.execute(query).fetchone()[0])
 
     def counts(self) -> dict[str, int]:
-        """How many rows are planned, open, done and failed."""
+        """Return the numbers of planned, open, done and failed rows."""
         return count_rows(self.connection)
 
     def sample_done(self) -> list[ImageRequest]:
-        """The requests of the first, a middle and the last done row, as far as there are so many."""
+        """Return the requests of the first, middle and last done row (fewer if few are done)."""
         num_done = self.counts()["done"]
         query = f"SELECT {_REQUEST} FROM pictures WHERE state = {DONE} ORDER BY picture LIMIT 1 OFFSET ?"
         offsets = sorted({0, num_done // 2, num_done - 1}) if num_done else ()
         return [_parse_request(self.connection.execute(query, (offset,)).fetchone()) for offset in offsets]
 
     def is_done(self, index: int) -> bool:
-        """Whether the image is there, as far as outcomes were recorded."""
+        """Return True if the image is recorded as done."""
         row = self.connection.execute("SELECT state FROM pictures WHERE picture = ?", (int(index),)).fetchone()
         return row is not None and row[0] == DONE
 
     def record(self, outcomes: Iterable[ImageOutcome]) -> None:
-        """Write outcomes down; an image that is done stays done, so that a late second word changes nothing."""
+        """Write outcomes; later outcomes of images that are already done are ignored."""
         values = [outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
 
         def write() -> None:
@@ -548,14 +582,14 @@ class Ledger:
             self._move_log()
 
     def restore_outcomes(self, outcomes: Iterable[ImageOutcome], opened: Iterable[int]) -> None:
-        """Replace the outcomes of these rows, whatever stands there; those of `opened` are drawn again."""
+        """Replace the outcomes of these rows, even of done ones; rows in `opened` become open."""
         values = [outcome_values(outcome, STATES.index(outcome.state), self.epoch) for outcome in outcomes]
         values += [outcome_values(ImageOutcome(index=index, state="failed", attempts=0), 0, 0) for index in opened]
         with self._transaction("restore"):
             self.connection.executemany(UPDATE_OUTCOME, values)
 
     def mark_open(self, indices: Iterable[int]) -> None:
-        """Back to open: the file of a done image is gone or damaged."""
+        """Set done rows back to open, because their files are missing or damaged."""
         with self._transaction("reopen"):
             for index in indices:
                 query = f"SELECT {_OUTCOME} FROM pictures WHERE picture = ?"
@@ -569,24 +603,24 @@ class Ledger:
                 self.connection.execute(UPDATE_OUTCOME, outcome_values(outcome, 0, epoch))
 
     def rows(self) -> Iterator[LedgerRow]:
-        """All rows by index."""
+        """Iterate over all rows by index."""
         return self._select_rows("")
 
     def done_rows(self) -> Iterator[LedgerRow]:
-        """Rows whose image is there, by index."""
+        """Iterate over the done rows by index."""
         return self._select_rows(f"WHERE state = {DONE}")
 
     def failed_rows(self) -> Iterator[LedgerRow]:
         return self._select_rows(
             "WHERE state != 1 AND state = 2"
-        )  # both, so that the index of unfinished rows is found
+        )  # both conditions, so that SQLite uses the index of unfinished rows
 
     def done_names(self) -> Iterator[tuple[int, str, int]]:
-        """Index, file stem and number of frames of every image that should be in the folder."""
+        """Iterate over index, file stem and number of frames of the done rows."""
         return iter(self.connection.execute(f"SELECT picture, name, num_frames FROM pictures WHERE state = {DONE}"))
 
     def num_images_in_smaller_micro_batches(self) -> int:
-        """Images that were drawn with fewer at once than planned."""
+        """Return the number of images generated with a smaller micro-batch than planned."""
         return int(self.connection.execute("SELECT COUNT(*) FROM pictures WHERE micro_batch > 0").fetchone()[0])
 
     def _select_rows(self, condition: str) -> Iterator[LedgerRow]:
@@ -612,7 +646,7 @@ class Ledger:
         fault_point(f"ledger.{point}.committed")
 
     def _retry(self, action: Callable[[], Result]) -> Result:
-        """A disk that refuses may be a passing matter; one that goes on refusing ends the run with a sentence."""
+        """Retry writes that fail, because disk errors may be temporary; raise if they persist."""
         for wait_s in (*RETRY_WAITS_S, None):
             try:
                 return action()
@@ -636,7 +670,7 @@ def count_planned(connection: sqlite3.Connection) -> int:
 
 
 def count_rows(connection: sqlite3.Connection) -> dict[str, int]:
-    """How many rows are planned, open, done and failed, without reading those that are done."""
+    """Return the numbers of planned, open, done and failed rows without reading the done ones."""
     unfinished = dict(connection.execute("SELECT state, COUNT(*) FROM pictures WHERE state != 1 GROUP BY state"))
     counts: dict[str, int] = {state: unfinished.get(number, 0) for number, state in enumerate(STATES)}
     planned = count_planned(connection)
@@ -644,17 +678,18 @@ def count_rows(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def outcome_values(outcome: ImageOutcome, state: int, epoch: int) -> tuple[Any, ...]:
-    """The parameters of `UPDATE_OUTCOME`."""
+    """Return the parameters of `UPDATE_OUTCOME`."""
     texts = [text.encode() for text in (outcome.sha256, outcome.worker, outcome.reason)]
     numbers = (state, outcome.num_bytes, outcome.micro_batch, outcome.attempts, epoch)
     return (
         state, outcome.sha256, outcome.num_bytes, outcome.worker, outcome.seconds, outcome.micro_batch,
-        outcome.attempts, outcome.reason, epoch, outcome_checksum(outcome.index, texts, numbers, outcome.seconds), outcome.index,
+        outcome.attempts, outcome.reason, epoch, outcome_checksum(outcome.index, texts, numbers, outcome.seconds),
+        outcome.index,
     )  # fmt: skip
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """The tables of a ledger, also where an earlier version made them."""
+    """Create the tables of a ledger, or upgrade those of an earlier version."""
     connection.executescript(SCHEMA)
     known = {row[1] for row in connection.execute("PRAGMA table_info(pictures)")}
     for name in CHECKSUM_COLUMNS:
@@ -668,7 +703,7 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 @functools.cache
 def _known_schemas() -> dict[str, set[str]]:
-    """The text of each table and index of a ledger, at every stage in which a killed command may leave it."""
+    """Return the SQL of each table and index, in every state that a killed command may leave."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMA)
         schemas: dict[str, set[str]] = {}
@@ -685,17 +720,17 @@ def _read_schema(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def _check_schema(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise unless the file is a ledger of Halation, or a database in which nothing was made yet."""
+    """Raise unless the file is a Halation ledger or an empty database."""
     found, known = _read_schema(connection), _known_schemas()
     if found and not any(name in known for name in found):
         raise InputError(
-            f"{path} is a database of another program (its tables: {', '.join(sorted(found)[:5])})",
-            "the ledger of a `halation generate`",
+            f"{path} is a database of another program (tables: {', '.join(sorted(found)[:5])})",
+            "a ledger written by `halation generate`",
             "choose another --output_dir",
         )
     for name, text in found.items():
         if text not in known.get(name, set()):
-            raise sqlite3.DatabaseError(f"{name} is not as Halation made it")
+            raise sqlite3.DatabaseError(f"{name} has an unknown schema")
 
 
 def _parse_request(row: Sequence[Any]) -> ImageRequest:
@@ -708,7 +743,7 @@ def _parse_request(row: Sequence[Any]) -> ImageRequest:
 
 
 def _database_error(path: Path, error: Exception) -> HalationError:
-    """The error for users: the disk is full or broken, or the file is damaged."""
+    """Return the error for users: the disk is full or broken, or the file is damaged."""
     if isinstance(error, RefusedFileError):
         return error.as_input_error()
     disk = ("disk is full", "disk I/O", "unable to open", "readonly", "locked")

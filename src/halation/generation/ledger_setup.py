@@ -1,6 +1,6 @@
-"""Sets up the ledger of a folder: its kind, rows planned from prompts, repaired rows.
+"""Sets up the ledger of a folder: chooses its kind, plans rows from prompts, repairs rows.
 
-Rows are planned once, recognised on resume, and only ever added to.
+Rows are planned once, compared on resume, and rows of done images are never changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 RENAMED_FILE = "renamed_ids.jsonl"
 NUM_SHOWN = 5
 KIND_FILE = "ledger.kind"
-"""Which kind of ledger a folder has: created first, so that commands of two kinds cannot begin it together."""
+"""Holds the kind of ledger of a folder. Created first, so that two commands cannot start it with different kinds."""
 KIND_TIMEOUT_S = 10.0
 
 
@@ -38,17 +38,17 @@ def has_ledger(folder: Path, kind: LedgerKind) -> bool:
 
 @contextlib.contextmanager
 def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
-    """Decide for one kind of ledger, unless that is decided; yields the kind that holds.
+    """Choose the kind of ledger of a folder unless it has one; yield the kind in effect.
 
-    While entered, this process holds a shared lock of the file with the decision. A decision without a lock and without
-    a ledger was left by a command that was killed, and binds no other; a command that ends without a ledger removes it.
+    Inside the context, this process holds a shared lock on the kind file. A kind file without a lock and without a
+    ledger was left by a killed command and is ignored. A command that ends without a ledger removes its kind file.
     """
     descriptor, decided = _decide_ledger_kind(folder, kind)
     try:
         yield decided
     finally:
         path = folder / KIND_FILE
-        with contextlib.suppress(OSError):  # the folder may be gone, which the command says in its own words
+        with contextlib.suppress(OSError):  # the folder may be gone, which the command reports itself
             is_unused = decided == kind and not has_ledger(folder, kind)
             if is_unused and _try_lock(descriptor, fcntl.LOCK_EX) and runs.is_same_file(path, descriptor):
                 path.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def claim_ledger_kind(folder: Path, kind: LedgerKind) -> Iterator[LedgerKind]:
 
 
 def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind]:
-    """The open file with the decision, locked, and the decision."""
+    """Return the open, locked kind file and the kind."""
     path = folder / KIND_FILE
     other: LedgerKind = "files" if kind == "sqlite" else "sqlite"
     deadline = time.monotonic() + KIND_TIMEOUT_S
@@ -66,7 +66,7 @@ def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind
             _write_kind(descriptor, other if has_ledger(folder, other) else kind)
         is_locked = _try_lock(descriptor, fcntl.LOCK_SH)
         found = os.pread(descriptor, 16, 0)
-        if is_locked is None and not found:  # neither locks nor hard links: the last one to write decides
+        if is_locked is None and not found:  # neither locks nor hard links: the last writer wins
             _write_kind(descriptor, kind)
         if is_locked is not False and runs.is_same_file(path, descriptor):
             for decided in (kind, other):
@@ -81,9 +81,12 @@ def _decide_ledger_kind(folder: Path, kind: LedgerKind) -> tuple[int, LedgerKind
 
 
 def _open_kind_file(path: Path, kind: LedgerKind) -> int:
-    """The file with the decision; a new one holds ours from the start, also where the file system has no locks."""
+    """Open the kind file, creating it with our kind as content.
+
+    The content is complete from the start, even on a file system without locks.
+    """
     if not path.exists():
-        with contextlib.suppress(OSError, InputError):  # no hard links, or another command's file came and went
+        with contextlib.suppress(OSError, InputError):  # no hard links, or another command's file appeared and vanished
             runs.create_once(path, kind.encode())
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -97,7 +100,7 @@ def _write_kind(descriptor: int, kind: LedgerKind) -> None:
 
 
 def _try_lock(descriptor: int, operation: int) -> bool | None:
-    """Whether the lock could be taken; None on a file system without locks."""
+    """Return True if the lock was acquired, False if it is held, None if locks are unsupported."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,13 +121,13 @@ def plan(
     accept_changes: bool = False,
     unrecorded: Sequence[ImageRequest] = (),
 ) -> None:
-    """Make the ledger hold exactly the first `limit` rows of the file (all for 0).
+    """Make the ledger hold exactly the first `limit` rows of the prompt file (0: all).
 
-    A file and settings that the ledger knows are not read again. Where images were drawn (`has_done_images`), their
-    rows must be what they were; others may change, and more may follow. With `accept_changes`, other settings hold for
-    what is not drawn yet; what is drawn stays, and its prompts must still be what they were. Rows that are `unrecorded`
-    have an image in the folder that a killed call did not record: it binds like others, and is removed where its row
-    changes.
+    If the file and the settings equal those in the ledger, the file is not read again. If images are done
+    (`has_done_images`), their rows must be unchanged; other rows may change, and more may follow. With
+    `accept_changes`, new settings apply to the images that are not done; done images stay, and their prompts must be
+    unchanged. `unrecorded` rows have an image in the folder that a killed call did not record: they count as done,
+    and the image is removed if its row changes.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.read_fact("plan") == facts:
@@ -163,9 +166,9 @@ def plan(
 
 
 def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
-    """Restore rows that were damaged on disk: planned values from the prompt list, outcomes from the images.
+    """Restore damaged rows: planned values from the prompt list, outcomes from the images.
 
-    Raises, with the row, where the list is not the one that was planned from.
+    Raises with the row number if the prompt list is not the planned one.
     """
     damage = ledger.find_damage()
     if not damage:
@@ -182,7 +185,7 @@ def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
     ledger.restore_outcomes(outcomes, opened)
     rows = sorted({*damage.planned, *damage.outcomes})
     log.warning(
-        "%s: %d rows were damaged on disk (the first is row %d); restored from %s and the images, %d are drawn again",
+        "%s: %d rows were damaged (the first is row %d); restored from %s and the images, %d are generated again",
         ledger.path, len(rows), rows[0] + 1, prompts.name, len(opened),
     )  # fmt: skip
     remaining = ledger.find_damage()
@@ -191,7 +194,7 @@ def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
 
 
 def _replan(ledger: Ledger, prompts: PromptFile, folder: Path, damage: LedgerDamage) -> list[ImageRequest]:
-    """The damaged rows as they were planned."""
+    """Return the damaged rows as they were planned."""
     indices = damage.planned
     facts = ledger.read_fact("plan")
     try:
@@ -211,7 +214,10 @@ def _replan(ledger: Ledger, prompts: PromptFile, folder: Path, damage: LedgerDam
 def _restore_request(
     ledger: Ledger, folder: Path, listed: ImageRequest, damage: LedgerDamage, source: str
 ) -> ImageRequest:
-    """The request of a row: as the list has it now, or as its image says if that was drawn under earlier settings."""
+    """Return the request of a row from the prompt list, or from its image.
+
+    The image differs from the list if it was generated with earlier settings.
+    """
     index, has_good_outcome = listed.spec.index, listed.spec.index not in damage.outcomes
     if has_good_outcome and not ledger.is_done(index):
         return listed
@@ -229,8 +235,8 @@ def _damaged_row_error(
     ledger: Ledger, index: int, source: str, problem: str = "is not the list it was planned from"
 ) -> InputError:
     return InputError(
-        f"{ledger.path} is damaged: row {index + 1} is not what was written, and {source} {problem}",
-        "the ledger as Halation wrote it, or the prompt list of that time, from which it can be restored",
+        f"{ledger.path} is damaged: row {index + 1} is not as written, and {source} {problem}",
+        "an undamaged ledger, or the prompt list it was planned from, to restore it",
         "give that list, restore the ledger from a copy, or start in a new --output_dir",
     )
 
@@ -244,16 +250,16 @@ def _take_first(request_iterator: Iterator[ImageRequest], limit: int, source: st
         raise InputError(
             f"--num_samples {limit}, but {source} has {num_taken} prompts",
             "at most as many samples as prompts",
-            "leave --num_samples out for all",
+            "omit --num_samples to use all prompts",
         )
 
 
 def _compare_with_plan(
     ledger: Ledger, rows: Iterator[ImageRequest], source: str, accept_changes: bool, unrecorded: Set[int]
 ) -> tuple[list[ImageRequest], frozenset[str]]:
-    """The planned rows that changed, and the names of images drawn under settings that no longer hold.
+    """Return the changed rows, and the names of images generated with earlier settings.
 
-    Rows whose images are drawn must be the file's rows, word for word; with `accept_changes`, their prompts must.
+    Rows with images must equal the rows of the file exactly; with `accept_changes`, only their prompts must.
     """
     changed: list[ImageRequest] = []
     used_names: set[str] = set()
@@ -265,7 +271,7 @@ def _compare_with_plan(
             raise InputError(
                 f"fewer prompts than before: the folder holds a plan of {ledger.num_planned}, "
                 f"{source} and --num_samples now give fewer",
-                "the same prompts as before, or more behind them",
+                "the same prompts as before, with new ones only at the end",
                 "use the old list, or another --output_dir",
             )
         if request == planned_row.request:
@@ -289,30 +295,29 @@ def _compare_with_plan(
     if lines:
         shown = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{num_different} prompts are not those their images in this folder were drawn from:\n{shown}",
-            "the same prompts as before, or more behind them",
+            f"{num_different} prompts differ from those of their images in this folder:\n{shown}",
+            "the same prompts as before, with new ones only at the end",
             "use the old list, or another --output_dir",
         )
     return changed, frozenset(used_names)
 
 
 def _check_names_unused(used_names: frozenset[str], rows: Iterable[ImageRequest]) -> Iterator[ImageRequest]:
-    """The rows, unless one would write over an image that another row has drawn under earlier settings."""
+    """Yield the rows; raise if one would overwrite another row's image from earlier settings."""
     for request in rows:
         if request.name.lower() in used_names:
             raise InputError(
-                f"row {request.spec.index + 1} would be called {request.name} now, "
-                "as an image that another row has drawn",
-                "seeds that leave every image its own name",
+                f"row {request.spec.index + 1} would now be named {request.name}, the name of another row's image",
+                "seeds that give every image a unique name",
                 "use another --seed_start or another --output_dir",
             )
         yield request
 
 
 def _write_renamed(folder: Path, renamed: list[RenamedId], request_iterator: RequestIterator) -> None:
-    """Say which ids did not become names as they stand, and list all of them in a file."""
+    """Warn about ids that cannot be file names, and list all of them in a file."""
     if request_iterator.num_shared_ids:
-        log.warning("%d ids stand in more than one row; their images differ by seed", request_iterator.num_shared_ids)
+        log.warning("%d ids occur in more than one row; their images differ by seed", request_iterator.num_shared_ids)
     if not renamed:
         return
     path = folder / RENAMED_FILE
@@ -321,4 +326,4 @@ def _write_renamed(folder: Path, renamed: list[RenamedId], request_iterator: Req
         path, old + b"".join((json.dumps(asdict(row), ensure_ascii=True) + "\n").encode() for row in renamed)
     )
     shown = "; ".join(f"{row.id[:60]!r} -> {row.name}" for row in renamed[:NUM_SHOWN])
-    log.warning("%d ids cannot be file names as they are and were mapped (%s): %s", len(renamed), RENAMED_FILE, shown)
+    log.warning("%d ids cannot be file names and were mapped (see %s): %s", len(renamed), RENAMED_FILE, shown)

@@ -1,7 +1,7 @@
-"""Metadata, failures and summary beside the images; checks that all images are there.
+"""Writes metadata, failure lists and summary beside the images; checks the images.
 
-Metadata holds what follows from the specs alone, so that any number of workers leaves the same bytes; what depends on
-workers and time stands in the summary.
+The metadata depends on the specs alone, so that its bytes are the same for any number of workers. Values that depend on
+workers or time are in the summary.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ MAX_REASONS = 100
 MAX_THREADS = 8
 MAX_FOREIGN_SHOWN = 5
 FRAME_NAME = re.compile(r"frame_\d{4,}\.png")
-_encoder = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for each of a million lines
+_encoder = json.JSONEncoder(ensure_ascii=False)  # json.dumps would create one per line, for a million lines
 
 
 def file_names(name: str, num_frames: int) -> list[str]:
-    """The files of one result, relative to the folder: an image, or a video and its frames."""
+    """Return the files of a result, relative to the folder: image, or video and frames."""
     if num_frames == 1:
         return [f"{name}.png"]
     return [f"{name}.mp4", *(frame_name(name, number) for number in range(num_frames))]
 
 
 def frame_name(name: str, number: int) -> str:
-    """The image of one frame of a video, relative to the folder."""
+    """Return the file name of one frame of a video, relative to the folder."""
     return f"{name}/frame_{number:04d}.png"
 
 
 def combined_digest(files: Sequence[bytes]) -> str:
-    """The SHA-256 a ledger keeps for a result whose files, in the order of `file_names`, hold these bytes."""
+    """Return the SHA-256 that the ledger stores for a result.
+
+    `files` are the contents of its files, in the order of `file_names`.
+    """
     return _combine_digests([hashlib.sha256(file).hexdigest() for file in files])
 
 
@@ -62,12 +65,15 @@ def _combine_digests(digests: Sequence[str]) -> str:
 
 
 def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> str:
-    """Write metadata.jsonl, as `datasets` reads it: a line for each done row, by index. Returns its SHA-256."""
+    """Write metadata.jsonl in the format of `datasets` and return its SHA-256.
+
+    The file has one line for each done row, by index.
+    """
     last = -1
     digest = hashlib.sha256()
     with open_atomic(folder / METADATA_FILE, "metadata") as file:
         for row in rows:
-            assert row.request.spec.index > last, "rows come by index"
+            assert row.request.spec.index > last, "rows must be sorted by index"
             last = row.request.spec.index
             if row.state == "done":
                 line = (_encoder.encode(_metadata_row(row)) + "\n").encode()
@@ -77,7 +83,7 @@ def write_metadata(folder: Path, rows: Iterable[LedgerRow]) -> str:
 
 
 def is_metadata_intact(folder: Path) -> bool:
-    """Whether metadata.jsonl is what the summary beside it was written for; true where either is missing."""
+    """Return True if metadata.jsonl matches its hash in the summary, or if either is missing."""
     try:
         expected = read_json_with_digest(folder / SUMMARY_FILE).get("metadata_sha256")
         return expected is None or file_sha256(folder / METADATA_FILE) == expected
@@ -104,9 +110,9 @@ def _metadata_row(row: LedgerRow) -> dict[str, Any]:
 
 
 def write_failures(folder: Path, workers: Sequence[str], rows: Iterable[LedgerRow]) -> None:
-    """Write a list of failures for each worker of this call and of earlier ones; a list may be empty.
+    """Write a list of failures, possibly empty, for each worker of this and earlier calls.
 
-    A failure that no worker stands for is listed with the first one's.
+    A failure without a worker goes into the list of the first worker.
     """
     before, after = FAILURES_FILE.split("{worker}")
     earlier_workers = [path.name[len(before) : -len(after)] for path in folder.glob(FAILURES_FILE.format(worker="*"))]
@@ -136,7 +142,7 @@ def _escape(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DamagedImage:
-    """A file that is not what the ledger says."""
+    """A file that does not match the ledger."""
 
     index: int
     file: str
@@ -144,9 +150,10 @@ class DamagedImage:
 
 
 def verify(folder: Path, rows: Iterable[LedgerRow], report: Callable[[int, int], None]) -> list[DamagedImage]:
-    """Every done row's files against the ledger's sizes and hashes; what is wrong, by index.
+    """Check the files of all done rows against the ledger; return the damaged ones by index.
 
-    `report` hears, from the calling thread, how many results were checked and how many of them are damaged.
+    Sizes, hashes and embedded specs are compared. `report` is called on the calling thread with the number of results
+    checked and the number damaged.
     """
     damages: list[DamagedImage] = []
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -173,7 +180,10 @@ def verify(folder: Path, rows: Iterable[LedgerRow], report: Callable[[int, int],
 
 
 def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
-    """What is wrong with one result, or None. A disk that refuses to show a file raises: the file may be good."""
+    """Return what is wrong with one result, or None.
+
+    A disk or permission error raises instead, because the file itself may be good.
+    """
     spec = row.request.spec
     files = file_names(row.request.name, spec.num_frames)
     num_bytes = 0
@@ -196,20 +206,20 @@ def _find_damage(folder: Path, row: LedgerRow) -> DamagedImage | None:
     elif num_bytes > row.num_bytes:
         reason = f"changed ({num_bytes} bytes instead of {row.num_bytes})"
     elif _combine_digests([file_sha256(folder / file) for file in files]) != row.sha256:
-        reason = "changed (its SHA-256 is another)"
+        reason = "changed (its SHA-256 differs)"
     else:
-        reason = "" if carries_spec(folder, row.request) else "of another spec than its row in the ledger"
+        reason = "" if carries_spec(folder, row.request) else "its spec differs from its row in the ledger"
     return DamagedImage(index=spec.index, file=files[0], reason=reason) if reason else None
 
 
 def carries_spec(folder: Path, request: ImageRequest) -> bool:
-    """Whether the PNG of a request, or each frame of its video, holds the request's spec."""
+    """Return True if the PNG of a request, or each frame of its video, contains its spec."""
     pngs = [file for file in file_names(request.name, request.spec.num_frames) if file.endswith(".png")]
     return all(read_spec(folder / file) == request.spec.as_json() for file in pngs)
 
 
 def read_spec(path: Path) -> dict[str, Any] | None:
-    """The spec inside a PNG; None where there is none, and OSError where the file cannot be read."""
+    """Return the spec inside a PNG or None; raise OSError if the file cannot be read."""
     with open_regular_file(path) as file:
         data = file.read()
     try:
@@ -220,7 +230,10 @@ def read_spec(path: Path) -> dict[str, Any] | None:
 
 
 def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
-    """The outcome that an image proves by itself: a whole PNG with the request's spec in it; None for anything else."""
+    """Return the outcome that the image file itself proves, or None.
+
+    The file must be a complete PNG with the request's spec in it.
+    """
     if request.spec.num_frames != 1:
         return None
     path = folder / file_names(request.name, 1)[0]
@@ -235,9 +248,9 @@ def prove_outcome(folder: Path, request: ImageRequest) -> ImageOutcome | None:
 
 
 def find_image_of_another_run(folder: Path, requests: Sequence[ImageRequest]) -> str:
-    """The file of the first of these done rows, if each of them has an image with another spec inside; else empty.
+    """Return the first file of these done rows if all their images carry other specs; else "".
 
-    One image alone may have been put there by hand; where all of them differ, the ledger belongs to other images.
+    A single image may have been placed there by the user. If all of them differ, the ledger belongs to other images.
     """
     found = ""
     for request in requests:
@@ -253,16 +266,17 @@ def find_image_of_another_run(folder: Path, requests: Sequence[ImageRequest]) ->
 
 
 def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[int]:
-    """Indices of done rows whose file is gone, by a look at the folder alone: no file is opened or asked for its size.
+    """Return the indices of done rows whose files are missing.
 
-    `names` gives index, name and number of frames of each done row. Counting files would not do: a killed call leaves
-    images that no row knows of yet, and they would stand for others that are gone.
+    `names` gives index, name and number of frames of each done row. Only the folder is listed; no file is opened or
+    stat'ed. Comparing counts would not be enough: a killed call leaves images that are not recorded yet, and these
+    would hide missing ones.
     """
     present = set(os.listdir(folder))
     return [
         index
         for index, name, num_frames in names
-        # Most are images, and there may be a million of them.
+        # Images first, without a call: there may be a million of them.
         if (
             f"{name}.png" not in present
             if num_frames == 1
@@ -272,9 +286,9 @@ def find_missing(folder: Path, names: Iterable[tuple[int, str, int]]) -> list[in
 
 
 def find_foreign_images(folder: Path, ledger: Ledger) -> list[str]:
-    """What unfinished rows would write over although it does not carry their specs; a few names at most.
+    """Return a few files that unfinished rows would overwrite but that carry other specs.
 
-    The files of all done rows must be there.
+    The files of all done rows must exist.
     """
     foreign = (request for request, is_own in iter_unrecorded(folder, ledger) if not is_own)
     present = set(os.listdir(folder))
@@ -285,14 +299,14 @@ def find_foreign_images(folder: Path, ledger: Ledger) -> list[str]:
 
 
 def iter_unrecorded(folder: Path, ledger: Ledger) -> Iterator[tuple[ImageRequest, bool]]:
-    """Unfinished rows under whose names there is something, and whether that carries the row's spec.
+    """Yield the unfinished rows whose files exist, and whether these carry the row's spec.
 
-    A killed call leaves images that are published and not recorded yet.
+    A killed call leaves images that are published but not recorded yet.
     """
     present = set(os.listdir(folder))
     has_videos = ledger.has_videos()
     if not has_videos and sum(name.endswith(".png") for name in present) == ledger.counts()["done"]:
-        return  # nothing but the images of done rows, of which there may be a million
+        return  # only the images of done rows, of which there may be a million
     indices = [
         index
         for index, name, num_frames in ledger.unfinished_names()
@@ -300,8 +314,8 @@ def iter_unrecorded(folder: Path, ledger: Ledger) -> Iterator[tuple[ImageRequest
     ]
     for request in ledger.requests(indices):
         if request.spec.num_frames == 1 and (folder / f"{request.name}.png").is_dir():
-            continue  # a folder is not written over: the image fails, with that reason
-        with contextlib.suppress(FileNotFoundError):  # another command that shares the folder may replace it just now
+            continue  # a folder is not overwritten: the image fails with that reason
+        with contextlib.suppress(FileNotFoundError):  # another command that shares the folder may be replacing it
             yield request, _is_own_result(folder, request)
 
 
@@ -322,9 +336,9 @@ def _is_own_result(folder: Path, request: ImageRequest) -> bool:
 
 
 def remove_result(folder: Path, name: str, num_frames: int) -> None:
-    """Remove an image, or a video with its frames and nothing else, which is then drawn again."""
+    """Remove an image, or a video with its frames and nothing else, to generate it again."""
     for file in file_names(name, num_frames):
-        with contextlib.suppress(OSError):  # what cannot be removed is told when it is drawn again
+        with contextlib.suppress(OSError):  # generating it again reports the error
             (folder / file).unlink()
     if num_frames > 1:
         with contextlib.suppress(OSError):
@@ -332,13 +346,13 @@ def remove_result(folder: Path, name: str, num_frames: int) -> None:
 
 
 def _folder_entries(name: str, num_frames: int) -> tuple[str, ...]:
-    """What a result is called in the folder itself."""
+    """Return the top-level names of a result in the folder."""
     return (f"{name}.png",) if num_frames == 1 else (f"{name}.mp4", name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """What one worker did in this call."""
+    """Counts and times of one worker in this call."""
 
     done: int = 0
     failed: int = 0
@@ -346,14 +360,14 @@ class WorkerStats:
     restarts: int = 0
 
     def __add__(self, other: WorkerStats) -> WorkerStats:
-        """Of two workers of one name, as processes of one machine may have them."""
+        """Add the stats of two workers with the same name, from two processes on one machine."""
         names = [each.name for each in fields(self)]
         return WorkerStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the supervisor counted: the first four for the whole folder, the rest for this call."""
+    """The counts of a run: the first four for the whole folder, the rest for this call."""
 
     planned: int
     done: int
@@ -366,7 +380,7 @@ class RunSummary:
     num_redone_batches: int = 0
     failures_by_reason: Mapping[str, int] = field(default_factory=dict)
     smaller_micro_batches: int = 0
-    """Images of the folder drawn with fewer at once than planned, after an out of memory."""
+    """Images of the folder generated with a smaller micro-batch than planned, after an out-of-memory error."""
     equality_classes: Mapping[str, str] = field(default_factory=dict)
     """E0, E1 or E2 for each setting that has one."""
     interrupted: bool = False
@@ -374,7 +388,10 @@ class RunSummary:
 
 
 def count_reasons(failures: Iterable[LedgerRow]) -> dict[str, int]:
-    """How many rows failed for each reason (its first line), most frequent first; beyond a hundred, the rest as one."""
+    """Return how many rows failed for each reason (its first line), most frequent first.
+
+    Reasons beyond the first hundred are counted together.
+    """
     counts = Counter((row.reason.strip().splitlines() or ["no reason given"])[0] for row in failures)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(num for _, num in ordered[MAX_REASONS:])
@@ -382,7 +399,7 @@ def count_reasons(failures: Iterable[LedgerRow]) -> dict[str, int]:
 
 
 def summary_json(summary: RunSummary) -> dict[str, Any]:
-    """summary.json as a dictionary."""
+    """Return the content of summary.json."""
     return {
         "planned": summary.planned,
         "done": summary.done,
@@ -416,7 +433,10 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def is_summary_current(folder: Path, summary: RunSummary) -> bool:
-    """Whether the summary that is there tells of the same images; its times are then worth more than none."""
+    """Return True if the existing summary describes the same images.
+
+    It is then kept, because a call that generated nothing has no times to write.
+    """
     try:
         written = read_json_with_digest(folder / SUMMARY_FILE)
         names = ("planned", "done", "failed", "open")

@@ -1,7 +1,7 @@
-"""Reads a ledger that another process may be writing, of either kind, as one SQLite table.
+"""Reads a ledger of either kind as one SQLite table while another process may write it.
 
-The writer must not notice: transactions are short, nothing is written beside a ledger, and a ledger without a log
-beside it, which no command has open, is read without locks.
+Reading must not disturb the writer: transactions are short, nothing is written beside the ledger, and a ledger without
+a log, which no command has open, is read without locks.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from halation.input_files import MAX_ROW_BYTES, MAX_TABLE_ROWS, open_regular_fil
 
 BUSY_TIMEOUT_S = 0.5
 MTIME_SETTLE_S = 1.0
-"""Files written so recently may be written again at the same mtime, so they count as changed once more."""
+"""Files modified less than this long ago count as changed: they may change again with the same mtime."""
 MAX_TEXT_BYTES = 1 << 17
 MAX_IMAGES_PER_READ = 2_000
 CANNOT_OPEN_CODES = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
 MAX_SQL_PARAMETERS = 500
-"""Row numbers in one query."""
+"""Maximum number of row numbers in one query."""
 
 
 class LedgerReader(Protocol):
-    """Gives a connection to the ledger's tables; called by one thread at a time."""
+    """Provides connections to the tables of a ledger; used by one thread at a time."""
 
     def poll(self) -> bool:
-        """Whether the rows may have changed since the last call; by stats alone where they did not."""
+        """Return True if rows may have changed since the last call; only stats files if not."""
 
     def connect(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """A connection for a moment; sqlite3.Error where the ledger is damaged or gone."""
+        """Return a short-lived connection; raise sqlite3.Error if the ledger is damaged or gone."""
 
     def list_lease_files(self) -> list[Path]:
-        """Files that commands which share the folder keep touching."""
+        """Return the files that running commands on a shared folder keep touching."""
 
     @property
     def last_modified(self) -> float:
-        """When its newest file was written."""
+        """The modification time of the newest file."""
 
 
 def open_ledger(folder: Path) -> LedgerReader:
@@ -57,7 +57,7 @@ def open_ledger(folder: Path) -> LedgerReader:
 
 
 class SqliteLedgerReader:
-    """ledger.sqlite of one command."""
+    """Reads `ledger.sqlite`, the ledger of a single command."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class SqliteLedgerReader:
         self.last_modified = 0.0
 
     def poll(self) -> bool:
-        # stat(), never open(): closing any descriptor of the file would drop this process's locks on it.
+        # stat(), not open(): closing any descriptor of the file would drop this process's locks on it.
         stats = [_try_stat(path) for path in (self.path, self.wal_path)]
         self.last_modified = max((found.st_mtime for found in stats if found), default=0.0)
         is_recent = time.time() - self.last_modified < MTIME_SETTLE_S
@@ -86,8 +86,11 @@ class SqliteLedgerReader:
             connection.close()
 
     def _open_connection(self) -> sqlite3.Connection:
-        """Without a log no command has the ledger open: it is opened as immutable, or SQLite would create a log."""
-        if not os.path.isfile(self.path):  # SQLite would wait for a writer of a pipe
+        """Open the ledger read-only.
+
+        Without a log, no command has the ledger open. It is then opened as immutable, or SQLite would create a log.
+        """
+        if not os.path.isfile(self.path):  # SQLite would block on a named pipe
             raise sqlite3.OperationalError("there is no such file")
         if not os.path.realpath(self.path).startswith(os.path.join(os.path.realpath(self.path.parent), "")):
             raise sqlite3.OperationalError("it is a link that leads out of the run")
@@ -100,16 +103,16 @@ class SqliteLedgerReader:
                 return connection
             except sqlite3.Error as error:
                 connection.close()
-                # A log that a dead command left in a read-only folder; a ledger that is locked is being written.
+                # Retry as immutable if a dead command left a log in a read-only folder. A locked ledger is in use.
                 if mode == modes[-1] or error.sqlite_errorcode & 0xFF not in CANNOT_OPEN_CODES:
                     raise
         raise AssertionError("unreachable")
 
 
 class SharedLedgerReader:
-    """The outcomes of all commands that share a folder, in a table in memory.
+    """Reads the outcomes of all commands that share a folder into an in-memory table.
 
-    Specs are in metadata.jsonl, and until that is written in the images themselves.
+    Specs come from metadata.jsonl or, until that is written, from the images.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +128,7 @@ class SharedLedgerReader:
         self._known_names: set[str] = set()
         self._unread_names: list[str] = []
         self._has_missing_specs = True
-        """Whether a row that is done may have no spec yet."""
+        """True if a done row may still lack its spec."""
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
@@ -141,7 +144,7 @@ class SharedLedgerReader:
         before = self.connection.total_changes
         self.connection.execute("BEGIN")
         try:
-            with contextlib.suppress(OSError):  # a folder that is gone, or no folder
+            with contextlib.suppress(OSError):  # the folder is gone or not a folder
                 self._insert_planned_rows()
                 for name in self._outcome_files.names():
                     self._read_outcomes(name)
@@ -153,7 +156,7 @@ class SharedLedgerReader:
         return self.connection.total_changes != before
 
     def _insert_planned_rows(self) -> None:
-        """A row for each that is planned, empty until its image is read."""
+        """Insert the planned rows, empty until their metadata or image is read."""
         num_planned = min(shared_ledger.count_planned_rows(self.folder / shared_ledger.SHARED_LEDGER), MAX_TABLE_ROWS)
         self.connection.executemany(
             f"INSERT INTO pictures(picture, name, {', '.join(ledger.SPEC_COLUMNS)}, shape)"
@@ -163,14 +166,14 @@ class SharedLedgerReader:
         self._num_planned = max(self._num_planned, num_planned)
 
     def _read_outcomes(self, name: str) -> None:
-        with contextlib.suppress(OSError, sqlite3.Error):  # not a file, or values that no command writes
+        with contextlib.suppress(OSError, sqlite3.Error):  # not a regular file, or invalid values
             for outcomes, _ in self._outcome_files.read_new(name):
                 values = [ledger.outcome_values(outcome, ledger.STATES.index(outcome.state), 0) for outcome in outcomes]
                 self.connection.executemany(f"{ledger.UPDATE_OUTCOME} AND state != 1", values)
         self.last_modified = max(self.last_modified, self._outcome_files.last_modified)
 
     def _read_metadata(self) -> None:
-        """metadata.jsonl is published whole, so it is read whole when it is another file."""
+        """Read metadata.jsonl again if it was replaced; it is always published as a whole."""
         with contextlib.suppress(OSError), open_regular_file(self.folder / METADATA_FILE, within=self.folder) as file:
             status = os.fstat(file.fileno())
             if _stamp(status) != self._metadata_stamp:
@@ -189,14 +192,14 @@ class SharedLedgerReader:
                 f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in names)} WHERE picture = ? AND name = ''",
                 ([row[name] for name in (*names, "index")] for row in rows if _is_spec(row)),
             )
-            if cursor.rowcount > 0:  # rows that were there are others now, which is what a plan's facts tell
+            if cursor.rowcount > 0:  # existing rows changed, which readers detect by a change of the facts
                 self._num_described += cursor.rowcount
                 self.connection.execute(
                     "INSERT OR REPLACE INTO facts VALUES ('described', ?)", (str(self._num_described),)
                 )
 
     def _read_image_specs(self) -> None:
-        """While done rows have no spec: list the names that are new in the folder, and read a few images."""
+        """If done rows lack a spec, list new files in the folder and read some of the images."""
         missing_query = "SELECT 1 FROM pictures WHERE state = 1 AND name = '' LIMIT 1"
         self._has_missing_specs = self.connection.execute(missing_query).fetchone() is not None
         if not self._has_missing_specs:
@@ -218,7 +221,7 @@ class SharedLedgerReader:
 
 
 def _is_spec(row: Mapping[str, Any]) -> bool:
-    """Whether all values of a planned row are there and have the types of their columns."""
+    """Return True if all values of a planned row are present and have the right types."""
     try:
         numbers = [row[name] for name in ("seed", "height", "width", "num_frames", "steps")]
         ledger.plan_checksum(
@@ -234,7 +237,7 @@ def _stem(name: str) -> str:
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty where it is something else."""
+    """Parse a line as a JSON object; return an empty one for anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -243,7 +246,10 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def read_image_spec(folder: Path, name: str) -> dict[str, Any]:
-    """The spec inside an image, or the first frame of a video; empty where it has none. Pixels are not read."""
+    """Return the spec inside an image or the first frame of a video, without reading pixels.
+
+    Empty if the file has none.
+    """
     path = folder / (frame_name(_stem(name), 0) if name.endswith(".mp4") else name)
     with contextlib.suppress(OSError), open_regular_file(path, within=folder) as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
@@ -269,46 +275,49 @@ def _stamp(status: os.stat_result | None) -> tuple[int, int, int] | None:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
 
 
-# -- queries: rows that are done are read only where a query is about them
+# -- queries: done rows are read only if a query needs them
 
 
 def read_facts(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """What the plan is recognised by."""
+    """Return the facts that identify the plan."""
     return connection.execute("SELECT key, value FROM facts ORDER BY key").fetchall()
 
 
 def read_rows(connection: sqlite3.Connection, first: int) -> list[tuple[Any, ...]]:
-    """Index, state, seed, size (width << 20 | height), worker and number of frames of the rows from `first` on."""
+    """Return the rows from `first` on.
+
+    Columns: index, state, seed, size (width << 20 | height), worker and number of frames.
+    """
     columns = "picture, state, seed, (width << 20) | height, worker, num_frames"
     return connection.execute(f"SELECT {columns} FROM pictures WHERE picture >= ?", (first,)).fetchall()
 
 
 def read_unfinished(connection: sqlite3.Connection) -> list[tuple[int, int]]:
-    """Index and state of the rows that are not done."""
+    """Return index and state of the rows that are not done."""
     return connection.execute("SELECT picture, state FROM pictures WHERE state != 1").fetchall()
 
 
 def iter_texts(connection: sqlite3.Connection, first: int) -> Iterator[tuple[int, str]]:
-    """Index, prompt and id of the rows from `first` on."""
+    """Iterate over the rows from `first` on: index, and prompt and id as two lines."""
     query = "SELECT picture, prompt || char(10) || id FROM pictures WHERE picture >= ? ORDER BY picture"
     return iter(connection.execute(query, (first,)))
 
 
 def find_last_done(connection: sqlite3.Connection, below: int) -> int:
-    """The last row below this number that is done; -1 where there is none."""
+    """Return the last done row below this index, or -1."""
     query = "SELECT picture FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
     row = connection.execute(query, (below,)).fetchone()
     return int(row[0]) if row else -1
 
 
 def count_failure_reasons(connection: sqlite3.Connection) -> list[tuple[str, int]]:
-    # `state != 1` as well, so that SQLite uses the index of unfinished rows.
+    # `state != 1` lets SQLite use the index of unfinished rows.
     query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {ledger.FAILED} GROUP BY reason"
     return connection.execute(query).fetchall()
 
 
 def select_rows(connection: sqlite3.Connection, indices: Sequence[int], columns: str) -> Iterator[tuple[Any, ...]]:
-    """The index and these columns of some rows, in no order."""
+    """Yield the index and these columns of the given rows, in no particular order."""
     for start in range(0, len(indices), MAX_SQL_PARAMETERS):
         chunk = indices[start : start + MAX_SQL_PARAMETERS]
         placeholders = ", ".join("?" * len(chunk))

@@ -1,4 +1,4 @@
-"""One call of `halation generate` on a locked folder: record, plan, images, summary."""
+"""One call of `halation generate` on a locked folder: config, plan, images, summary."""
 
 from __future__ import annotations
 
@@ -39,46 +39,49 @@ IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed writers left in a locked folder; its names are listed once, there may be a million."""
+    """Remove files that killed writers left in a locked folder.
+
+    The folder, which may hold a million files, is listed once.
+    """
     for name in os.listdir(folder):
         if name.startswith(".") and name.endswith(".tmp"):
             runs.remove_path(folder / name)
 
 
 def find_result_file(folder: Path) -> str:
-    """A file that a run leaves, such as an image; empty where there is none."""
+    """Return a result file of a run, such as an image, or "" if there is none."""
     return next((name for name in os.listdir(folder) if name in RESULT_FILES or IMAGE_NAME.fullmatch(name)), "")
 
 
 def check_no_foreign_files(folder: Path) -> None:
-    """A folder without a ledger must not hold files that a run would write over as if they were its own."""
+    """Raise if a folder without a ledger holds files that this run would overwrite."""
     found = find_result_file(folder) or (runs.CONFIG_FILE if runs.RunFolder(folder).config.exists() else "")
     if found:
         raise InputError(
-            f"{folder} holds {found}, which no run of `halation generate` in this folder knows of",
-            "an empty folder, or one with a ledger of its own",
+            f"{folder} holds {found} but no ledger of `halation generate`",
+            "an empty folder, or one with a ledger",
             "choose another --output_dir",
         )
 
 
 def lost_ledger_error(
-    folder: Path, found: str, ledger_name: str, problem: str = "knows of no image: it was emptied or replaced"
+    folder: Path, found: str, ledger_name: str, problem: str = "has no images: it was emptied or replaced"
 ) -> InputError:
     return InputError(
-        f"{folder} holds {found}, and {ledger_name} there {problem}",
+        f"{folder} holds {found}, but its {ledger_name} {problem}",
         "the ledger in which the images of this folder were recorded",
         "restore it from a copy; or keep the images and choose another --output_dir",
     )
 
 
 def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
-    """KEY=VALUE words with JSON values; a value that is no JSON is text."""
+    """Parse KEY=VALUE arguments; values are JSON, or plain text if they are not valid JSON."""
     arguments = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
             raise InputError(
-                f"--pipeline_args {word}", "KEY=VALUE, for instance max_sequence_length=256", "write it so"
+                f"--pipeline_args {word}", "KEY=VALUE, for example max_sequence_length=256", "use this form"
             )
         try:
             arguments[key] = json.loads(value)
@@ -88,7 +91,10 @@ def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 class GenerationSession:
-    """One call on a locked folder; `prepare()` recognises or begins the run, `run()` draws what is missing."""
+    """One call on a locked folder.
+
+    `prepare()` creates or resumes the run, `run()` generates the missing images.
+    """
 
     def __init__(
         self,
@@ -112,22 +118,22 @@ class GenerationSession:
     # -- before
 
     def prepare(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
-        """Recognise the run or begin it, plan what is new, and find out what is missing."""
+        """Create or resume the run, plan new rows, and find missing images."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
-            log.warning("--enable_half_frame changes nothing for images of one frame")
+            log.warning("--enable_half_frame has no effect with one frame")
         truncation_step, steps = (
             self.config.cfg_truncation_step,
             self.config.num_inference_steps or self.model_ref.steps,
         )
         if truncation_step is not None and truncation_step >= steps:
-            log.warning("--cfg_truncation_step %d changes nothing: there are %d steps", truncation_step, steps)
+            log.warning("--cfg_truncation_step %d has no effect: there are only %d steps", truncation_step, steps)
         if prompts.ignored_columns:
-            log.warning("%s: columns that are not read: %s", prompts.name, ", ".join(prompts.ignored_columns))
+            log.warning("%s: unknown columns are ignored: %s", prompts.name, ", ".join(prompts.ignored_columns))
         self._check_ledger(prompts)
         unrecorded = [
             request for request, is_own in metadata_and_summary.iter_unrecorded(self.folder, self.ledger) if is_own
         ]
-        # Failures bind no setting: they may have failed because of it.
+        # Settings are fixed only once an image is done: failures may be caused by a setting.
         has_done_images = self.ledger.counts()["done"] > 0 or bool(unrecorded)
         config = runs.RunFolder(self.folder).config
         previous_config = config.read_bytes() if has_done_images and config.exists() else b""
@@ -136,7 +142,7 @@ class GenerationSession:
         try:
             self._plan(prompts, has_done_images, self.folder, unrecorded)
         except InputError:
-            if previous_config:  # a change that was refused after all is none
+            if previous_config:  # do not record a rejected change
                 runs.write_atomic(config, previous_config)
             raise
         self._reopen_damaged()
@@ -147,16 +153,16 @@ class GenerationSession:
             log.warning("%s", warning)
 
     def _check_ledger(self, prompts: PromptFile) -> None:
-        """Repair damaged rows; a ledger without rows beside results is not the one they were recorded in."""
+        """Repair damaged rows; raise if the ledger is empty or belongs to other images."""
         repair(self.ledger, prompts, self.folder)
-        # A first call that was killed before it planned leaves a record and an empty ledger, which bind no setting.
+        # A first call that was killed before planning leaves a config and an empty ledger, but no results.
         if not self.ledger.num_planned and (found := find_result_file(self.folder)):
             raise lost_ledger_error(self.folder, found, self.ledger.path.name)
         if found := metadata_and_summary.find_image_of_another_run(self.folder, self.ledger.sample_done()):
             raise lost_ledger_error(self.folder, found, self.ledger.path.name, "is the ledger of another run")
 
     def _fixed_settings(self, slots: Sequence[WorkerSlot]) -> dict[str, Any]:
-        """What a later call must not change."""
+        """Return the settings that a later call must not change."""
         kind = self.model_ref.load_args["kind"]
         names = ("torch", "diffusers", "transformers") if kind == "pipeline" else ("torch", "numpy")
         settings = fixed_settings(self.config) | {"model": self.model_ref.digest, "model name": self.model_ref.name}
@@ -164,7 +170,7 @@ class GenerationSession:
         return settings | {f"{name} version": version(name) for name in names if kind != "testcard"}
 
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
-        """The run's record: begun now, or as it was."""
+        """Create the run record, or read the existing one."""
         config, run = self.config, runs.RunFolder(self.folder)
         runs.create_or_resume_run(run, "generate", as_json(config), settings, config.accept_changes, has_done_images)
         chosen = runs.read_record(run)["fixed"].get("png coder") if has_done_images else None
@@ -196,36 +202,39 @@ class GenerationSession:
         )
 
     def _check_unrecorded_images(self) -> None:
-        """Raise where an image would be written over that is not one of this run.
+        """Raise if an image that is not of this run would be overwritten.
 
-        A killed call leaves images that are published and not recorded yet: they carry the spec of their row.
+        Images that a killed call published but did not record are accepted: they carry the spec of their row.
         """
         found = metadata_and_summary.find_foreign_images(self.folder, self.ledger)
         if found:
             more = f" (also {', '.join(found[1:])})" if found[1:] else ""
             raise InputError(
-                f"{self.folder / found[0]} is there, this run has not drawn it, "
-                f"and it does not carry the spec of that image{more}",
+                f"{self.folder / found[0]} exists but is not an image of this run: "
+                f"it does not carry the spec of that image{more}",
                 "a folder without images of other runs",
-                "move what is there elsewhere, or choose another --output_dir",
+                "move these files elsewhere, or choose another --output_dir",
             )
 
     def _reopen_damaged(self) -> None:
-        """A done image whose file is gone is missing; with --verify, so is one whose bytes are not what they were."""
+        """Reopen done rows whose files are missing or, with --verify, damaged."""
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
-            log.warning("%d images were drawn but their files are gone: drawing them again", len(missing))
+            log.warning("%d images are done but their files are missing: generating them again", len(missing))
             self._reopen(missing)
         if self.config.verify:
             damages = self._verify()
             for damage in damages:
-                log.warning("%s is damaged: %s; drawing it again", damage.file, damage.reason)
+                log.warning("%s is damaged: %s; generating it again", damage.file, damage.reason)
             self._reopen([damage.index for damage in damages])
             if not damages:
-                log.info("every image is as the ledger says")
+                log.info("all images match the ledger")
 
     def _reopen(self, indices: Sequence[int]) -> None:
-        """Draw these again; their files go, so that no later call takes them for images of another run."""
+        """Set rows back to open and remove their files.
+
+        A later call would otherwise reject the files as images of another run.
+        """
         for request in self.ledger.requests(indices):
             metadata_and_summary.remove_result(self.folder, request.name, request.spec.num_frames)
         self.ledger.mark_open(indices)
@@ -244,7 +253,7 @@ class GenerationSession:
                 self.console_handler.print_line = None
 
     def worker_settings(self) -> dict[str, Any]:
-        """What every worker is told, besides its device."""
+        """Return the settings for all workers, without their device."""
         config = self.config
         style = {
             "model": self.record["fixed"]["model name"],
@@ -278,14 +287,14 @@ class GenerationSession:
                 try:
                     stats = self._generate(make_pool(), before, signals)
                 finally:
-                    # The next call writes them.
+                    # If skipped, the next call writes the results.
                     if not signals.is_urgent and not self.monitor.find_problem():
                         self._write_results(stats)
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
-                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images to go; "
-                    "the same command draws them",
+                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images missing; "
+                    "run the same command to generate them",
                     exit_code(signals.number),
                 )
         else:
@@ -296,7 +305,7 @@ class GenerationSession:
         config = self.config
         batches = plan_batches(self.ledger.groups(), config.batch_size)
         micro_batch = config.micro_batch or self.record["fixed"].get("micro batch", 0)
-        if micro_batch > config.batch_size:  # the batch was larger when that was found out
+        if micro_batch > config.batch_size:  # measured when the batch size was larger
             micro_batch = 0
         progress = GenerationProgress(config.progress, pool.names, before["planned"], before["done"])
         rules = SupervisorSettings(
@@ -331,14 +340,14 @@ class GenerationSession:
                     self._remove_temporary_files()
 
     def _make_claims(self, batches: BatchPlan, pool: WorkerPool, progress: GenerationProgress) -> RangeClaims | None:
-        """Alone in the folder, every batch may be drawn."""
+        """Return None: without other processes, this one generates every batch."""
         return None
 
     def _remove_temporary_files(self) -> None:
         remove_temporary_files(self.folder)
 
     def _on_dry_run(self, size: int) -> int:
-        """The micro-batch of the run, from what a dry run here found."""
+        """Record the micro-batch that the dry run found and return the one of the run."""
         self._record_facts({"micro batch": size})
         found: int = self.record["fixed"]["micro batch"]
         return found
@@ -347,18 +356,21 @@ class GenerationSession:
         self.record = runs.record_facts(runs.RunFolder(self.folder), facts, self.config.accept_changes)
 
     def _on_ready(self, facts: dict[str, Any]) -> None:
-        """What a worker draws with; on a resume it must be what the run was begun with, and workers should be alike."""
+        """Record the facts of a worker's model; on a resume they must match the run.
+
+        Warns if workers use different devices.
+        """
         device = str(facts.pop("computes on", "cpu"))
         if self.devices and device not in self.devices:
             log.warning(
-                "workers on different devices (%s): images round differently on them",
+                "workers on different devices (%s): rounding of images differs between them",
                 ", ".join(sorted({device, *self.devices})),
             )
         is_first = not self.devices
         self.devices.add(device)
         self.model_facts = facts
         if is_first:
-            # What changes no bit (E0) may change from call to call.
+            # Options that change no bit (E0) may differ between calls.
             fixed_options = {name: kind for name, kind in facts.get("options", {}).items() if kind != "E0"}
             self._record_facts({"computes on": device, "painter": {**facts, "options": fixed_options}})
 
@@ -394,17 +406,15 @@ class GenerationSession:
         )
 
     def _print_summary(self, stats: RunStats | None) -> int:
-        """The last words, and the exit code they stand for."""
+        """Print the result of the call and return the exit code."""
         counts = self.ledger.counts()
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
-            rate = (
-                f", {stats.num_drawn} of them now in {stats.elapsed_s:.0f} s" if stats else ", all of them there before"
-            )
+            rate = f", {stats.num_drawn} generated now in {stats.elapsed_s:.0f} s" if stats else ", all already done"
             lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
             for reason, number in list(metadata_and_summary.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
             if missing:
-                lines.append(f"  which ones: {self.folder}/failed_prompts_gpu*.txt; the same command tries them again")
+                lines.append(f"  failed prompts: {self.folder}/failed_prompts_gpu*.txt; run the same command to retry")
             sys.stderr.write("\n".join(lines) + "\n")
         return 1 if missing else 0

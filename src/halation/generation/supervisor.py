@@ -1,7 +1,7 @@
 """Hands out batches, retries failures, replaces dead workers, records outcomes.
 
-It imports no torch, holds no image, and alone writes the ledger. A worker that fails, hangs or dies costs that worker's
-time alone.
+The supervisor does not import torch and holds no images; it is the only writer of the ledger. A worker that fails,
+hangs or dies does not delay the others.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 MAX_ATTEMPTS = 2
 MAX_KILLS = 3
-"""A kill from outside is no image's fault, so an image may be there once more than at an error."""
+"""Limit of kills from outside per image: one more than of errors, because the image is probably not the cause."""
 MAX_DEATHS_IN_A_ROW = 3
 LOAD_TIMEOUT_S = 3600.0
 
 
 class RangeClaims(Protocol):
-    """Where several commands share a folder: which batches this one may draw, a range at a time."""
+    """Claims ranges of batches for this command when several commands share a folder."""
 
     def heartbeat(self) -> None:
-        """Called often: keep what is claimed from being taken over."""
+        """Keep the claims alive so that no other process takes them over; called often."""
 
     def next_batches(self) -> Sequence[int] | None:
-        """Batches to draw now; empty while others hold the rest; None where nothing is left."""
+        """Claim batches to generate now; empty while others hold the rest, None if none are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStats:
-    """What one call of the run took."""
+    """Counts and times of one call of the run."""
 
     elapsed_s: float
     num_drawn: int
@@ -56,16 +56,16 @@ class RunStats:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings:
-    """What the supervisor goes by."""
+    """Settings of the supervisor."""
 
     batch_size: int
     micro_batch: int
-    """0: not known yet; found out by a dry run on the first worker; `on_dry_run` hears it and says what it is to be."""
+    """0 if not known yet: a dry run on the first worker measures it, and `on_dry_run` returns the value to use."""
     stall_timeout_s: float
 
 
 class Supervisor:
-    """One call of the run: from what the ledger says is missing to nothing missing, or a reason for each that is."""
+    """Generates the images that the ledger lacks; records a reason for each that fails."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Supervisor:
         claims: RangeClaims | None = None,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_folder` raises where the images have no place any more."""
+        """`check_folder` raises if the images can no longer be stored."""
         self.ledger = ledger
         self.pool = pool
         self.progress = progress
@@ -94,7 +94,7 @@ class Supervisor:
         self.claims = claims
         self.check_folder = check_folder
         self.has_dry_run_passed = False
-        """Whether a worker has said that its model can draw every shape of the plan, and how many images at once."""
+        """True once a worker confirmed that its model supports every shape of the plan, and the micro-batch."""
         self.dry_run_worker = -1
         self.is_stopping = False
         self.attempts: dict[int, int] = {}
@@ -102,7 +102,7 @@ class Supervisor:
         self.num_retries = 0
         self.num_redone_batches = 0
         self.failure_reasons: dict[str, str] = {}
-        """What images were set aside for in this call, numbers apart: one of each kind."""
+        """Failure reasons of this call; of reasons that differ only in numbers, the last one."""
         self._logged_messages: set[str] = set()
         self._failed_earlier: set[int] = set()
         self.num_new_failures = 0
@@ -113,14 +113,14 @@ class Supervisor:
         self.work_queue.micro_batch = settings.micro_batch
 
     def prepare(self) -> None:
-        """Read from the ledger what is missing and what failed before."""
+        """Read the missing and previously failed images from the ledger."""
         self._failed_earlier = {row.request.spec.index for row in self.ledger.failed_rows()}
         self.work_queue.prepare()
         if self.claims is None:
             self.work_queue.enqueue_all()
 
     def run(self) -> RunStats:
-        """Draw until nothing is left to try, or a signal stops it."""
+        """Generate until nothing is left to try or a signal arrives."""
         start_time = time.monotonic()
         try:
             for worker, state in enumerate(self.workers):
@@ -137,7 +137,7 @@ class Supervisor:
                 self._assign_work()
         finally:
             self._commit_outcomes()
-            # Another worker was faster; these are still running, and may be killed while they write.
+            # Duplicates of batches that another worker finished first; these may be killed while they write.
             self.num_redone_batches += sum(
                 number not in self.work_queue.active for slot in self.workers for number in slot.start_times
             )
@@ -151,7 +151,7 @@ class Supervisor:
         self.pool.start(worker)
 
     def _claim_batches(self) -> None:
-        """Where batches are claimed, ask for more when the last ones are given out."""
+        """If batches are claimed, claim more once all are handed out."""
         if self.claims is None:
             return
         self.claims.heartbeat()
@@ -228,13 +228,16 @@ class Supervisor:
         self.progress.set_state(state.name, "drawing")
 
     def _warn_once(self, state: WorkerState, message: str) -> None:
-        """What every worker says in the same words is said for all of them once."""
+        """Log a warning once, even if every worker sends it."""
         if message not in self._logged_messages:
             self._logged_messages.add(message)
             log.warning("%s: %s", state.name, message)
 
     def _start_dry_run(self) -> None:
-        """Have a ready worker check that its model can draw the plan, and find the micro-batch; another if it dies."""
+        """Let a ready worker check that its model supports the plan, and measure the micro-batch.
+
+        If that worker dies, another one is used.
+        """
         ready = [worker for worker, state in enumerate(self.workers) if state.status == "ready"]
         if not self.has_dry_run_passed and self.dry_run_worker < 0 and ready and not self.is_stopping:
             self.dry_run_worker = min(ready, key=lambda worker: self.workers[worker].num_deaths)
@@ -268,7 +271,7 @@ class Supervisor:
         if seconds > 0:
             measured = held.cost / seconds
             state.speed = measured if not state.speed else 0.7 * state.speed + 0.3 * measured
-        if work is None:  # another worker was faster; its images have these very bytes
+        if work is None:  # another worker was faster; its images are bit-identical
             self.num_redone_batches += 1
             return
         self.work_queue.complete(work)
@@ -284,7 +287,7 @@ class Supervisor:
         self.outcomes.append(replace(outcome, attempts=attempts))
         self.work_queue.mark_done(outcome.index)
         state.num_done += 1
-        # Another process may have taken the batch over, and the image counts as its own then.
+        # If another process took the batch over, the image is counted there.
         self.progress.add_images(state.name, 0 if self.ledger.is_done(outcome.index) else 1, 0)
 
     def _handle_failed(self, state: WorkerState, event: WorkerEvent) -> None:
@@ -299,17 +302,17 @@ class Supervisor:
             self._retry_image(state, work, index, event.body["reason"])
 
     def _retry_image(self, state: WorkerState, work: WorkItem, index: int, reason: str) -> None:
-        """Alone, in the same shape, or not at all: it was tried twice."""
+        """Retry an image once, alone and in the same shape; record a failure after that."""
         self.attempts[index] = self.attempts.get(index, 0) + 1
         if self.attempts[index] >= MAX_ATTEMPTS:
             self._record_failure(state, work, index, reason)
             return
         self.num_retries += 1
-        log.warning("image %s failed and is tried once more: %s", work.task.image_id(index), reason)
+        log.warning("image %s failed and is retried once: %s", work.task.image_id(index), reason)
         self.work_queue.requeue_alone(work, index)
 
     def _record_failure(self, state: WorkerState, work: WorkItem, index: int, reason: str) -> None:
-        log.error("image %s is set aside: %s", work.task.image_id(index), reason)
+        log.error("giving up on image %s: %s", work.task.image_id(index), reason)
         self.outcomes.append(
             ImageOutcome(
                 index=index, state="failed", worker=state.label, attempts=self.attempts.get(index, 0), reason=reason
@@ -322,9 +325,9 @@ class Supervisor:
         self._raise_if_all_failing()
 
     def _raise_if_all_failing(self) -> None:
-        """Stop where everything fails for one reason: the model or the settings are wrong.
+        """Raise if all images fail for one reason: the model or the settings are wrong.
 
-        Images that failed in an earlier call do not count: a resume may have nothing else to try.
+        Images that failed in an earlier call do not count, because a resume may have nothing else to try.
         """
         num_failed = self.num_new_failures
         is_same_reason = len(self.failure_reasons) == 1
@@ -335,7 +338,7 @@ class Supervisor:
         ):
             raise HalationError(
                 f"the first {num_failed} images all failed with: {next(iter(self.failure_reasons.values()))}\n"
-                "nothing was drawn; fix the cause and run the same command again"
+                "no image was generated; fix the cause and run the same command again"
             )
 
     def _handle_exit(self, state: WorkerState, event: WorkerEvent) -> None:
@@ -385,17 +388,17 @@ class Supervisor:
         if state.num_deaths >= MAX_DEATHS_IN_A_ROW:
             state.status = "retired"
             self.progress.set_state(state.name, "given up")
-            log.warning("%s: %s; it ended %d times in a row and is given up", state.name, reason, state.num_deaths)
+            log.warning("%s: %s; not restarted after %d deaths in a row", state.name, reason, state.num_deaths)
             spare = next((number for number, other in enumerate(self.workers) if other.status == "spare"), None)
             if spare is not None:
                 self._start_worker(spare)
             elif all(other.status == "retired" for other in self.workers):
                 raise HalationError(
-                    f"no worker is left; the last one {reason.removeprefix('the worker ')}. Their logs are in logs/"
+                    f"no worker is left; the last one {reason.removeprefix('the worker ')}. See the logs in logs/"
                 )
             return
         state.num_restarts += 1
-        log.warning("%s: %s; started again (%d)", state.name, reason, state.num_restarts)
+        log.warning("%s: %s; restarted (%d)", state.name, reason, state.num_restarts)
         self._start_worker(event.worker)
 
     # -- timeouts and stop signals
@@ -411,7 +414,7 @@ class Supervisor:
                 self.pool.kill(worker)
         if self.stop_signal() and not self.is_stopping:
             self.is_stopping = True
-            log.warning("stopping: batches that are begun are finished; once more to stop at once")
+            log.warning("stopping after the batches in progress; signal again to stop immediately")
             self.work_queue.clear()
             for worker, state in enumerate(self.workers):
                 if state.status == "ready":

@@ -1,6 +1,6 @@
 """The work of one call: queues per worker, stealing, retries and time estimates.
 
-Pure bookkeeping: no process is started, no event heard and no outcome written here.
+This module only does the bookkeeping: it starts no processes, receives no events and writes no outcomes.
 """
 
 from __future__ import annotations
@@ -22,39 +22,45 @@ from halation.work_division import BatchPlan, initial_batches
 
 @dataclass(kw_only=True, eq=False)
 class WorkItem:
-    """A task and the workers that hold it: at the end of a run idle workers draw the slowest ones' tasks again."""
+    """A task and the workers that hold it.
+
+    At the end of a run, idle workers duplicate the tasks of the slowest workers.
+    """
 
     task: BatchTask
     cost: float
     num_deaths: int = 0
     dead_workers: frozenset[int] = frozenset()
-    """Workers that died over it; another one tries it next, so that a broken GPU is not taken for a bad image."""
+    """Workers that died while running it. Another worker tries it next, in case the GPU is the cause, not the image."""
     is_retry: bool = False
     holders: set[int] = field(default_factory=set)
 
     @property
     def is_suspect(self) -> bool:
-        """True if a worker died over it: it is drawn alone, so that the next death tells whether it is the cause."""
+        """True if a worker died while running it.
+
+        Suspects run alone on a worker, so that another death identifies the cause.
+        """
         return self.num_deaths > 0
 
 
 @dataclass(kw_only=True)
 class WorkerState:
-    """A worker's place: the worker in it may be replaced, the place goes on."""
+    """The state of a worker slot; it outlives the worker process, which may be replaced."""
 
     label: str
     name: str
-    """What it is called in the progress: GPU 0, or worker 0."""
+    """Name in the progress display: GPU 0, or worker 0."""
     queue: deque[int] = field(default_factory=deque)
     queued_cost: float = 0.0
     status: str = "starting"
     in_flight: dict[int, WorkItem] = field(default_factory=dict)
     start_times: dict[int, float] = field(default_factory=dict)
     expected_s: dict[int, float] = field(default_factory=dict)
-    """Total seconds of each begun task, by its steps so far: the measured speed is that of earlier tasks."""
+    """Total seconds of each started task, estimated from its steps so far; `speed` is that of earlier tasks."""
     last_seen: float = 0.0
     speed: float = 0.0
-    """Cost a second, as measured on its last batches; 0 before the first."""
+    """Cost per second, measured on its last batches; 0 before the first."""
     num_deaths: int = 0
     kill_reason: str = ""
     num_done: int = 0
@@ -63,13 +69,13 @@ class WorkerState:
     num_restarts: int = 0
 
     def num_assigned(self, batch_size: int) -> int:
-        """Images it has drawn, is drawing and will draw if no other worker takes them over."""
+        """Return its images that are finished, in progress or queued."""
         held = sum(len(work.task.wanted) for work in self.in_flight.values())
         return self.num_done + self.num_failed + held + len(self.queue) * batch_size
 
 
 class WorkQueue:
-    """Where the work of a call lies until it is settled."""
+    """The unfinished work of one call."""
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class WorkQueue:
         workers: Sequence[WorkerState],
         drop: Callable[[int, int], None],
     ) -> None:
-        """`drop(worker, number)` takes a task back from a worker that has not begun it."""
+        """`drop(worker, number)` takes a task back from a worker that has not started it."""
         self.ledger = ledger
         self.batches = batches
         self.batch_size = batch_size
@@ -87,15 +93,15 @@ class WorkQueue:
         self.drop = drop
         self.micro_batch = 0
         self.active: dict[int, WorkItem] = {}
-        """Work that was begun to be given out and is not settled, by its number."""
+        """Unfinished work items by number, once created for a worker."""
         self.requeued: deque[WorkItem] = deque()
         self._numbers = itertools.count()
         self._open_mask = np.zeros(0, dtype=np.bool_)
         self._costs = np.zeros(0, dtype=np.float32)
-        """What each image costs against the others, for turns and for estimates."""
+        """Relative cost of each image, for ordering and estimates."""
 
     def prepare(self) -> None:
-        """Read from the ledger which images are missing, and what each row costs."""
+        """Read from the ledger which images are missing, and compute the cost of each row."""
         self._open_mask = self._read_open_mask()
         self._costs = np.zeros(len(self._open_mask), dtype=np.float32)
         for rows in self.ledger.groups():
@@ -119,13 +125,16 @@ class WorkQueue:
         self._distribute(self.batches.find_batches(np.flatnonzero(self._open_mask)))
 
     def enqueue(self, batches: Sequence[int]) -> None:
-        """Queue those of these batches that lack an image by now."""
+        """Queue those of these batches that still lack an image."""
         self._open_mask = self._read_open_mask()
         todo = [batch for batch in batches if self._open_mask[self.batches.rows(batch)].any()]
         self._distribute(np.asarray(todo, dtype=np.int64))
 
     def _distribute(self, todo: npt.NDArray[np.int64]) -> None:
-        """Dear batches first, so that the last ones are short; then by number; then in turn to every worker."""
+        """Distribute batches round-robin, the most expensive first, then by number.
+
+        The last batches of a run are then short ones.
+        """
         costs = self._costs[self.batches.first_rows(todo)].astype(np.float64)
         order = np.argsort(-costs, kind="stable")
         for worker, state in enumerate(self.workers):
@@ -134,7 +143,7 @@ class WorkQueue:
             state.queued_cost += float(costs[mine].sum())
 
     def clear(self) -> None:
-        """Forget what no worker holds yet."""
+        """Discard the batches that no worker holds yet."""
         for state in self.workers:
             state.queue.clear()
             state.queued_cost = 0.0
@@ -143,7 +152,7 @@ class WorkQueue:
         self._open_mask[index] = False
 
     def release(self, worker: int, number: int) -> WorkItem | None:
-        """This worker no longer holds this task; the work itself, unless it is settled already."""
+        """Take this task from this worker; return its work item unless it is already complete."""
         state = self.workers[worker]
         work = state.in_flight.pop(number, None)
         state.start_times.pop(number, None)
@@ -154,18 +163,18 @@ class WorkQueue:
         return self.active.get(number)
 
     def complete(self, work: WorkItem) -> None:
-        """It is drawn, or replaced by other work: other workers that hold it need not begin it."""
+        """Remove a finished or replaced item, and drop it from other workers that hold it."""
         del self.active[work.task.number]
         for holder in work.holders:
             self.drop(holder, work.task.number)
 
     def requeue(self, work: WorkItem) -> None:
-        """Without a holder it goes out again, before anything else."""
+        """Queue an item again, before all others, unless another worker holds it."""
         if not work.holders:
             self.requeued.appendleft(work)
 
     def requeue_alone(self, work: WorkItem, index: int) -> None:
-        """One image of a batch that failed is to be drawn by itself."""
+        """Queue one image of a failed batch as a task of its own."""
         task = work.task.with_single_image(index, next(self._numbers))
         retry = WorkItem(
             task=task, cost=work.cost, num_deaths=work.num_deaths, dead_workers=work.dead_workers, is_retry=True
@@ -174,21 +183,24 @@ class WorkQueue:
         self.requeued.append(retry)
 
     def next_item(self, worker: int) -> WorkItem | None:
-        """The next task for this worker: requeued, its own, the slowest worker's, or a copy of one that takes long."""
+        """Return the next work item for this worker, or None.
+
+        The order is: requeued items, its own queue, the queue of the slowest worker, a copy of a slow worker's task.
+        """
         state = self.workers[worker]
         self.requeued = deque(work for work in self.requeued if work.task.number in self.active)
         for work in self.requeued:
             if not work.is_suspect or (not state.in_flight and not self._should_run_elsewhere(worker, work)):
                 self.requeued.remove(work)
                 return work
-        # Of another's, its dearest, so that the last batches of all, on the slowest worker too, are short ones.
+        # Stealing takes the most expensive batch, so that the last batches are short on the slowest worker too.
         source = state if state.queue else max(self.workers, key=self._remaining_s)
         if source.queue:
             return self._pop_item(source)
         return self._steal_or_duplicate(state)
 
     def _should_run_elsewhere(self, worker: int, work: WorkItem) -> bool:
-        """Whether this worker died over it and there is one that did not."""
+        """Return True if this worker died while running it and another worker did not."""
         others = (number for number, state in enumerate(self.workers) if state.status not in ("retired", "spare"))
         return worker in work.dead_workers and any(number not in work.dead_workers for number in others)
 
@@ -208,7 +220,7 @@ class WorkQueue:
         return work
 
     def _remaining_s(self, state: WorkerState) -> float:
-        """Until its own queue is drawn; a place without a worker will never get there."""
+        """Estimate the seconds until its queue is finished; infinite for a slot without a worker."""
         if state.status != "ready":
             return float("inf") if state.queue else 0.0
         return state.queued_cost / (state.speed or self._mean_speed())
@@ -218,7 +230,7 @@ class WorkQueue:
         return sum(known) / len(known) if known else 1.0
 
     def _steal_or_duplicate(self, state: WorkerState) -> WorkItem | None:
-        """Nothing is left to begin: take or copy a task that this worker would finish before its holder."""
+        """With empty queues, take or copy a task that this worker would finish before its holder."""
         if state.in_flight:
             return None
         best: tuple[float, int, WorkItem] | None = None
@@ -236,7 +248,10 @@ class WorkQueue:
         return work
 
     def _estimate_remaining(self, state: WorkerState) -> Iterator[tuple[float, WorkItem]]:
-        """The tasks this worker holds, and in how many seconds each is done; never where it is silent for too long."""
+        """Yield the tasks that this worker holds, each with its estimated remaining seconds.
+
+        The estimate is infinite if the worker has sent no event for too long.
+        """
         now = time.monotonic()
         remaining_s = 0.0
         speed = state.speed or self._mean_speed()
@@ -252,5 +267,8 @@ class WorkQueue:
 
 
 def cost(spec: SampleSpec) -> float:
-    """The relative cost of an image of this shape; large ones cost more by attention, which measured speeds correct."""
+    """Return the relative cost of an image of this shape.
+
+    Attention makes large images more expensive than this; measured speeds correct for it.
+    """
     return float(spec.height * spec.width * spec.num_frames * spec.steps)

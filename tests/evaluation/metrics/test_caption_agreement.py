@@ -158,5 +158,5 @@ def test_outputs_of_another_extractor_are_an_error() -> None:
 def test_logits_that_are_not_finite_are_an_error_that_names_the_image() -> None:
     outputs = told(("rural", "day", "dry", 0), ("rural", "day", "dry", 0))
     outputs["time"][1, 0] = np.nan
-    with pytest.raises(InputError, match="'time' that are not finite, the first of them of image 1"):
+    with pytest.raises(InputError, match="'time' that are not finite, first for image 1"):
         caption_agreement(outputs, ["A rural road", "A rural road"])

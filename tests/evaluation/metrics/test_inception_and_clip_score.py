@@ -79,7 +79,7 @@ def test_the_clip_score_is_torchs_cosine() -> None:
 def test_captions_that_do_not_pair_with_images_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4, 3\) and of texts of shape \(5, 3\)"):
         clip_score(np.ones((4, 3)), np.ones((5, 3)))
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="without rows"):
         clip_score(np.ones((0, 3)), np.ones((0, 3)))
 
 

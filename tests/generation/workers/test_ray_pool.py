@@ -157,7 +157,7 @@ def test_a_process_that_dies_is_started_again_by_ray_itself(
     words = generate(tmp_path, cluster="auto", nproc=1)
     assert finish(words, tmp_path / "log", "paint.000007:1:kill:once", cluster.environment) == 0, said(tmp_path)
     assert len(fired(tmp_path / "log")) == 1
-    assert "Ray started it again" in said(tmp_path)
+    assert "Ray restarted it" in said(tmp_path)
     assert files(tmp_path) == undisturbed
     assert sum(worker["restarts"] for worker in summary(tmp_path)["workers"].values()) == 0
 
@@ -200,7 +200,7 @@ def test_what_one_began_the_other_ends(
         until(lambda: num_images(tmp_path) >= 4, command=command)
         command.process.send_signal(signal.SIGINT)
         assert command.process.wait(20) == 130, said(tmp_path)
-    assert "images to go" in said(tmp_path)
+    assert "images missing; run the same command" in said(tmp_path)
     assert_alone(cluster)
     before = num_images(tmp_path)
     assert 4 <= before < 21
@@ -270,7 +270,7 @@ def test_a_lost_cluster_ends_the_command_with_one_sentence_and_another_one_goes_
         command.until_gone(10)
     sentences = [line for line in said(tmp_path).splitlines() if "is lost" in line and line.startswith("halation: ")]
     assert len(sentences) == 1, said(tmp_path)
-    assert "the same command goes on" in sentences[0]
+    assert "run the same command to resume" in sentences[0]
     assert "Traceback" not in said(tmp_path)
     assert_ends_locally(tmp_path, undisturbed)
 
@@ -298,7 +298,7 @@ def test_a_signal_ends_a_command_whose_cluster_is_lost(
         took_s = time.monotonic() - sent_at
         assert took_s < STOPPED_WITHIN_S
         command.until_gone(10)
-    assert "images to go" in said(tmp_path)
+    assert "images missing; run the same command" in said(tmp_path)
     assert_ends_locally(tmp_path, undisturbed)
 
 
@@ -349,7 +349,7 @@ def test_ctrl_c_in_a_terminal_ends_a_ray_of_ones_own_and_all_its_processes(tmp_p
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
         assert command.process.wait(20) == 130, said(tmp_path)
         command.until_gone(10)
-    assert "images to go" in said(tmp_path)
+    assert "images missing; run the same command" in said(tmp_path)
     assert not list(Path(tempfile.gettempdir()).glob("halation_ray_*"))
 
 
@@ -359,7 +359,7 @@ def test_ctrl_c_in_a_terminal_ends_a_ray_of_ones_own_and_all_its_processes(tmp_p
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cluster": "auto", "gpu_ids": "0"}, "leave --gpu_ids out"),
+        ({"cluster": "auto", "gpu_ids": "0"}, "omit --gpu_ids"),
         ({"cluster": "slurm"}, "local, files, ray, auto or ray://HOST:PORT"),
         ({"cluster": "ray://127.0.0.1:9"}, "no Ray cluster to join at ray://127.0.0.1:9"),
     ],

@@ -1,7 +1,6 @@
 """Networks that turn images into features: Inception, DINOv2, CLIP, street scenes.
 
-The processes that decode images import `resize` from here, so torch and the networks are imported only when one is
-opened.
+Decoder processes import `resize` from here, so torch and the networks are imported only when an extractor is opened.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def open_extractor(
     weights: str = "",
     flag: str = "--weights",
 ) -> Extractor:
-    """The extractor of that name, or of the folder of a DINOv2 or CLIP model; `weights` replaces the default weights.
+    """Open an extractor by name, or from the folder of a DINOv2 or CLIP model.
 
-    Messages name `flag` as the way to give those weights.
+    `weights` replaces the default weights; `flag` is the flag for them, for messages.
     """
     if dtype not in DTYPE_NAMES:
         raise InputError(f"dtype {dtype!r} for an extractor", ", ".join(DTYPE_NAMES), "choose one of them")
@@ -46,8 +45,8 @@ def open_extractor(
         if weights:
             raise InputError(
                 f"{flag} {weights} for the streets extractor",
-                f"no {flag}: its network comes with Halation",
-                "leave it out",
+                f"no {flag}: its network is part of Halation",
+                "omit it",
             )
         return StreetsExtractor(device=device, dtype=dtype)
     if name in EXTRACTOR_NAMES or Path(name).is_dir():

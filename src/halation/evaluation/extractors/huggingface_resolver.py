@@ -1,4 +1,4 @@
-"""Find and check the folder of a DINOv2 or CLIP model; read how CLIP prepares images."""
+"""Finds and checks the folder of a DINOv2 or CLIP model; reads CLIP's preprocessing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halation.evaluation.extractors.weights import is_offline
 from halation.input_files import file_sha256, limit
 from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, check_model_sizes, read_json
 
-# The library that the hub asks the network with changes with its versions; its own error is a kind of that library's.
+# The HTTP library of huggingface_hub changes between versions; HfHubHTTPError is a subclass of that library's error.
 _NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 _DOWNLOAD_PATTERNS = ("*.json", "*.txt", "*.safetensors")
 TOKENIZER_FILES = (
@@ -32,11 +32,11 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A model's files on this machine, known to hold safetensors."""
+    """A local model folder with safetensors weights."""
 
     path: Path
     name_or_path: str
-    """The folder or hub name that was given."""
+    """The folder or Hub name as given."""
     config: Mapping[str, Any]
 
     @property
@@ -44,11 +44,11 @@ class ModelFolder:
         return str(self.config.get("model_type", ""))
 
     def weights_sha256(self) -> str:
-        """Over all weight files, in the order of their names."""
+        """Return the hash of all weight files, in the order of their names."""
         return file_sha256(*_weight_files(self.path))
 
     def model_sha256(self) -> str:
-        """The hash of the files beside the weights: configuration and tokenizer, by name and content."""
+        """Return the hash of config and tokenizer files, by name and content."""
         digest = hashlib.sha256()
         for name in ("config.json", *(TOKENIZER_FILES if self.model_type == "clip" else ())):
             if (self.path / name).is_file():
@@ -57,15 +57,18 @@ class ModelFolder:
 
 
 def find_model_folder(name_or_path: str, flag: str = "--weights") -> ModelFolder:
-    """The local folder of that name, or the hub's, downloaded once to the hub's own cache; `flag` names another."""
+    """Return the local folder of that name, or download the model to the Hub cache.
+
+    `flag` is the flag that sets the model, for messages.
+    """
     path = Path(name_or_path) if Path(name_or_path).is_dir() else _download_from_hub(name_or_path, flag)
     if not (path / "config.json").is_file():
         raise InputError(
-            f"{path} has no config.json", "the whole folder of a DINOv2 or CLIP model", "copy the model again"
+            f"{path} has no config.json", "the complete folder of a DINOv2 or CLIP model", "copy the model again"
         )
     config = read_json(path / "config.json")
     if not isinstance(config, dict):
-        raise InputError(f"{path / 'config.json'} holds no JSON object", "a model's config", "copy the model again")
+        raise InputError(f"{path / 'config.json'} is not a JSON object", "a model config", "copy the model again")
     if not _weight_files(path):
         pickles = [file.name for file in sorted(path.iterdir()) if file.suffix in PICKLE_SUFFIXES]
         found = (
@@ -76,7 +79,7 @@ def find_model_folder(name_or_path: str, flag: str = "--weights") -> ModelFolder
         raise InputError(
             f"{path} has {found}",
             "safetensors files beside config.json",
-            "use a copy with safetensors, or convert it where you trust the file: "
+            "use a copy with safetensors, or convert it if you trust the file: "
             "AutoModel.from_pretrained(...).save_pretrained(...)",
         )
     check_model_sizes(path)
@@ -88,7 +91,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _download_from_hub(name: str, flag: str) -> Path:
-    why = "it is not in the hub's cache, and the environment says to stay offline (HF_HUB_OFFLINE)"
+    why = "it is not in the Hub cache, and HF_HUB_OFFLINE is set"
     try:
         # Subfolders hold the same weights for other runtimes.
         folder = huggingface_hub.snapshot_download(
@@ -97,8 +100,8 @@ def _download_from_hub(name: str, flag: str) -> Path:
         return Path(folder)
     except HFValidationError as error:
         raise InputError(
-            f"{name} is neither a folder nor a name on the hub",
-            "a local folder, or owner/name on the Hugging Face hub",
+            f"{name} is neither a folder nor a name on the Hub",
+            "a local folder, or owner/name on the Hugging Face Hub",
             f"check {flag}",
         ) from error
     except (HfHubHTTPError, _NETWORK_ERROR) as error:
@@ -107,16 +110,16 @@ def _download_from_hub(name: str, flag: str) -> Path:
         if not is_offline():
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise InputError(
-        f"the model {name!r} is neither a folder nor to be had from the hub: {why}",
-        "a local folder, or a name on the Hugging Face hub that can be reached",
-        f"on a machine with a network: `hf download {name} --local-dir FOLDER`, "
-        f"copy the folder here and give it by {flag} FOLDER",
+        f"the model {name!r} is not a folder and could not be downloaded from the Hub: {why}",
+        "a local folder, or the name of a model that can be downloaded from the Hugging Face Hub",
+        f"on a machine with network access, run `hf download {name} --local-dir FOLDER`, "
+        f"copy the folder here and pass {flag} FOLDER",
     ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipPreprocessing:
-    """What preprocessor_config.json says: the image's shape, then (bytes * rescale - mean) / std."""
+    """Image preprocessing of CLIP: resize and crop, then (bytes * rescale - mean) / std."""
 
     transform: ShortestEdgeCrop
     rescale: float
@@ -125,13 +128,13 @@ class ClipPreprocessing:
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON that differs wherever what the model sees may."""
+        """JSON that identifies the preprocessing: it differs if the model's input may differ."""
         shown = {"rescale": self.rescale, "mean": list(self.mean), "std": list(self.std)}
         return {**describe_transform(self.transform), **shown}
 
 
 def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
-    """CLIP's own preparation, from preprocessor_config.json or, in newer releases, processor_config.json."""
+    """Read CLIP's preprocessing from processor_config.json or preprocessor_config.json."""
     file, values = _read_processor_config(folder.path)
     try:
         transform = _parse_transform(values)
@@ -144,10 +147,10 @@ def read_clip_preprocessing(folder: ModelFolder) -> ClipPreprocessing:
         )
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise InputError(
-            f"{file} describes no preparation of images that is known: {type(error).__name__}: {error}",
-            "CLIP's: a resize to a shortest edge or a height and width, a crop of the middle, "
+            f"{file} has unsupported image preprocessing: {type(error).__name__}: {error}",
+            "CLIP's preprocessing: resize to a shortest edge or to a height and width, center crop, "
             "mean and standard deviation",
-            "copy the model again, or use another",
+            "copy the model again, or use another model",
         ) from error
 
 
@@ -160,8 +163,8 @@ def _read_processor_config(path: Path) -> tuple[Path, dict[str, Any]]:
             return file, values
     raise InputError(
         f"{path} has no preprocessor_config.json",
-        "the file that says how the model wants its images",
-        "download the whole model",
+        "the file with the model's image preprocessing",
+        "download the complete model",
     )
 
 
@@ -173,10 +176,10 @@ def _parse_transform(values: Mapping[str, Any]) -> ShortestEdgeCrop:
     do_center_crop = values.get("do_center_crop", True)
     exact = None if "shortest_edge" in size else (int(size["height"]), int(size["width"]))
     if not values.get("do_resize", True) or (exact is None and not do_center_crop) or size.get("longest_edge"):
-        raise ValueError("images would keep shapes of their own")
+        raise ValueError("images would keep different shapes")
     sides = [value for box in (size, crop) for value in box.values() if value is not None]
     if not all(1 <= int(side) <= limit(_MAX_SIDE) for side in sides):
-        raise ValueError(f"a side that is not from 1 to {limit(_MAX_SIDE)}")
+        raise ValueError(f"a side that is not between 1 and {limit(_MAX_SIDE)}")
     return ShortestEdgeCrop(
         shortest_edge=int(size["shortest_edge"]) if exact is None else None,
         exact=exact,

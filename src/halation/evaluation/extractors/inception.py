@@ -1,4 +1,4 @@
-"""FID's Inception network as an extractor."""
+"""The Inception network of FID as an extractor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ NUM_FEATURES = 2048
 NUM_CLASSES = 1008
 _PADDING_1X7, _PADDING_7X1 = (0, 3), (3, 0)  # padding of a 1x7 and of a 7x1 kernel
 NORMALISATION: dict[ResizeRule, str] = {"clean": "(x-128)/128", "tf": "(x-128)/128", "torch": "2*(x/255)-1"}
-"""How the reference of each rule scales 0..255: clean-fid and torch-fidelity as TensorFlow, pytorch-fid from 0..1."""
+"""Scaling of 0..255 for each resize rule: clean-fid and torch-fidelity scale as TensorFlow, pytorch-fid from 0..1."""
 
 
 class BasicConv2d(nn.Module):
-    """Convolution, batch normalisation, ReLU; `fold_batch_norm` makes one channels-last operation of the first two."""
+    """Convolution, batch normalisation, ReLU.
+
+    `fold_batch_norm` merges the first two into one channels-last convolution.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class BasicConv2d(nn.Module):
 
     @torch.no_grad()
     def fold_batch_norm(self) -> None:
-        """Put the normalisation into the weights, by float64 so that only the last rounding differs."""
+        """Fold the normalisation into the weights, in float64 to round only once."""
         norm = self.bn
         assert isinstance(norm, nn.BatchNorm2d)
         assert norm.running_mean is not None
@@ -63,7 +66,7 @@ def _avg_pool(x: Tensor) -> Tensor:
 
 
 class InceptionA(nn.Module):
-    """35 x 35: branches of one, two and three convolutions, and the average of the surroundings."""
+    """35 x 35: branches of one, two and three convolutions, and average pooling."""
 
     def __init__(self, num_in: int, num_pooled: int) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class InceptionB(nn.Module):
 
 
 class InceptionC(nn.Module):
-    """17 x 17: 7 x 7 convolutions as rows and columns."""
+    """17 x 17: 7 x 7 convolutions, factorised into rows and columns."""
 
     def __init__(self, num_in: int, num_inner: int) -> None:
         super().__init__()
@@ -137,7 +140,10 @@ class InceptionD(nn.Module):
 
 
 class InceptionE(nn.Module):
-    """8 x 8: convolutions that fork into a row and a column; the last block pools by maximum, as in TensorFlow."""
+    """8 x 8: convolutions that fork into a row and a column.
+
+    The last block uses max pooling, as in TensorFlow.
+    """
 
     def __init__(self, num_in: int, *, use_max_pool: bool) -> None:
         super().__init__()
@@ -168,7 +174,10 @@ class InceptionE(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """(B, 3, 299, 299) in -1..1 to float32 pooled features (B, 2048) and logits without bias (B, 1008)."""
+    """The Inception v3 of FID.
+
+    Maps (B, 3, 299, 299) in -1..1 to float32 pooled features (B, 2048) and logits without bias (B, 1008).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +209,7 @@ class InceptionV3(nn.Module):
         return features, features @ self.fc.weight.float().T
 
     def fold_batch_norm(self) -> InceptionV3:
-        """One operation instead of two in every convolution; the names of the weights are then no longer the file's."""
+        """Fold the batch norm of every convolution; weight names then differ from the file."""
         for module in self.modules():
             if isinstance(module, BasicConv2d):
                 module.fold_batch_norm()
@@ -208,7 +217,7 @@ class InceptionV3(nn.Module):
 
 
 def find_weight_mismatch(tensors: Mapping[str, Tensor]) -> str:
-    """Why these are not the network's weights, in words; empty where they are."""
+    """Return why these tensors are not the weights of the network, or "" if they are."""
     with torch.device("meta"):
         expected = {
             name: tuple(tensor.shape) for name, tensor in InceptionV3().state_dict().items() if _is_compared(name)
@@ -219,11 +228,11 @@ def find_weight_mismatch(tensors: Mapping[str, Tensor]) -> str:
         return ""
     name = different[0]
     wanted = expected.get(name, "nothing")
-    return f"{len(different)} tensors differ, first {name}: {found.get(name, 'missing')} where {wanted} is expected"
+    return f"{len(different)} tensors differ, first {name}: {found.get(name, 'missing')}, expected {wanted}"
 
 
 def build_inception(tensors: Mapping[str, Tensor]) -> InceptionV3:
-    """The folded float32 network with these weights, which `find_weight_mismatch` has accepted."""
+    """Build the folded float32 network; `find_weight_mismatch` must have accepted the weights."""
     with torch.device("meta"):
         network = InceptionV3()
     network.to_empty(device="cpu")
@@ -234,12 +243,15 @@ def build_inception(tensors: Mapping[str, Tensor]) -> InceptionV3:
 
 
 def _is_compared(name: str) -> bool:
-    """How often a normalisation was trained says nothing about its result, and older files do not hold it."""
+    """Return False for step counters of batch norms: unused, and missing in older files."""
     return not name.endswith("num_batches_tracked")
 
 
 class InceptionExtractor(Extractor):
-    """Features of the last average pooling (2048), and logits without bias (1008) for the inception score."""
+    """Features of the last average pooling (2048), and logits without bias (1008).
+
+    The logits are for the inception score.
+    """
 
     def __init__(self, weights: str, *, device: str, dtype: str, rule: ResizeRule, flag: str = "--weights") -> None:
         file = Path(weights) if weights else fetch_fid_weights(flag)
@@ -248,7 +260,7 @@ class InceptionExtractor(Extractor):
             raise InputError(
                 f"{file} does not hold FID's Inception: {why}",
                 "the weights of pytorch-fid or torch-fidelity",
-                f"check {flag}, or leave it out to use the released file",
+                f"check {flag}, or omit it to use the released file",
             )
         sha256 = file_sha256(file)
         is_pinned = sha256 == FID_SHA256
@@ -275,7 +287,7 @@ class InceptionExtractor(Extractor):
         self._network = build_inception(tensors).to(device=self.device, dtype=self._dtype)
 
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
-        x = batch.permute(0, 3, 1, 2)  # (B, H, W, 3) in memory is what channels_last means
+        x = batch.permute(0, 3, 1, 2)  # (B, H, W, 3) in memory is channels_last
         x = 2 * (x / 255) - 1 if self._rule == "torch" else (x - 128) / 128
         features, logits = self._network(x.to(self._dtype))
         return {"features": features, "logits": logits}

@@ -1,9 +1,10 @@
-"""Resize images for feature extractors by the rules of reference implementations.
+"""Resizes images for feature extractors by the rules of reference implementations.
 
-The rules differ enough to move a Frechet distance by whole points, so a result always names the one it was made with:
+The rules change a Frechet distance by whole points, so that a report always includes the rule:
 
-- `clean`: Pillow's antialiased bicubic on each channel in float, clipped and not rounded, as clean-fid;
-- `tf`: TensorFlow 1's bilinear, without antialiasing and with the first pixels' corners aligned, as torch-fidelity;
+- `clean`: Pillow's antialiased bicubic on each channel in float, clipped but not rounded, as clean-fid;
+- `tf`: TensorFlow 1's bilinear, without antialiasing and with the corners of the first pixels aligned, as
+  torch-fidelity;
 - `torch`: `F.interpolate(mode="bilinear", align_corners=False)`, without antialiasing, as pytorch-fid.
 """
 
@@ -18,27 +19,27 @@ from PIL import Image
 
 ResizeRule = Literal["clean", "tf", "torch"]
 RESIZE_VERSION = 1
-"""Counts changes that change a float; part of what features are known by."""
+"""Incremented when a change affects any result; part of the key of features."""
 RESIZE_RULES: tuple[ResizeRule, ...] = get_args(ResizeRule)
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 CROP_VERSION = 1
-"""Counts changes of ShortestEdgeCrop that change a byte; those of resize rules are counted where they are."""
+"""Incremented when a change affects any result of ShortestEdgeCrop."""
 LARGEST_INTERMEDIATE = 1 << 24
-"""Pixels of a resized image that is cropped afterwards; only aspect ratios beyond 1:300 make more of CLIP's 224."""
+"""Pixel limit of a resized image before cropping; at CLIP's 224, only aspect ratios beyond 1:300 exceed it."""
 _MAX_FILTER_RADIUS = 3.0
-"""Lanczos looks so many pixels to either side."""
+"""Filter radius of Lanczos in pixels."""
 
 
 def resize_to_square(image: npt.NDArray[np.uint8], size: int, rule: ResizeRule) -> Floats:
-    """(size, size, 3) between 0 and 255, not rounded, from (height, width, 3) bytes."""
+    """Resize (height, width, 3) bytes to (size, size, 3) floats in 0..255, not rounded."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-        raise ValueError(f"an image is (height, width, 3) uint8 and not empty, this is {image.shape} {image.dtype}")
+        raise ValueError(f"expected a non-empty (height, width, 3) uint8 image, got {image.shape} {image.dtype}")
     if rule == "clean":
         result = np.empty((size, size, 3), np.float32)
         for channel in range(3):
             plane = Image.fromarray(image[:, :, channel].astype(np.float32))
-            # Bicubic weights are negative in places, so that edges overshoot what an image can hold.
+            # Some bicubic weights are negative, so that edges overshoot the value range.
             np.clip(np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)), 0, 255, out=result[:, :, channel])
         return result
     if rule == "tf":
@@ -49,10 +50,10 @@ def resize_to_square(image: npt.NDArray[np.uint8], size: int, rule: ResizeRule) 
         return _bilinear(
             image, _center_aligned_positions(image.shape[0], size), _center_aligned_positions(image.shape[1], size)
         )
-    raise ValueError(f"the resize rules are {', '.join(RESIZE_RULES)}, not {rule!r}")
+    raise ValueError(f"unknown resize rule {rule!r}, expected one of {', '.join(RESIZE_RULES)}")
 
 
-# Positions in the source for each position of the result, in float32 because the references round there too.
+# Source position of each output position, in float32 because the reference implementations round here too.
 
 
 def _corner_aligned_positions(length: int, size: int) -> Floats:
@@ -60,13 +61,16 @@ def _corner_aligned_positions(length: int, size: int) -> Floats:
 
 
 def _center_aligned_positions(length: int, size: int) -> Floats:
-    # torch multiplies and subtracts with one rounding; in float64 the product is exact, and the result is rounded once.
+    # torch uses a fused multiply-add with one rounding. In float64 the product is exact, so the result is rounded once.
     scale = np.float64(np.float32(length) / np.float32(size))
     return np.maximum(scale * (np.arange(size) + 0.5) - 0.5, 0).astype(np.float32)
 
 
 def _bilinear(image: npt.NDArray[np.uint8], vertical: Floats, horizontal: Floats) -> Floats:
-    """Across first, then down, as both references do: float32 sums in another order have other bits."""
+    """Interpolate horizontally, then vertically, as both reference implementations do.
+
+    Another order of the float32 sums would change the bits.
+    """
     top, bottom, down = _neighbours(vertical, image.shape[0])
     left, right, across = _neighbours(horizontal, image.shape[1])
     rows, places = np.unique(np.concatenate([top, bottom]), return_inverse=True)
@@ -90,19 +94,19 @@ def _lerp(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic], weight: 
 
 
 class ImageTransform(Protocol):
-    """(height, width, 3) bytes of any size to one shape per extractor; picklable."""
+    """Transforms (height, width, 3) bytes to the input shape of an extractor; picklable."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of every result."""
+        """The shape of every result."""
 
     def __call__(self, image: Bytes) -> Floats | Bytes:
-        """What the extractor's batch is stacked from."""
+        """Transform one image; the results are stacked to a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquareResize:
-    """The whole image to a square by a resize rule: float32 between 0 and 255."""
+    """Resizes the whole image to a square by a resize rule; float32 between 0 and 255."""
 
     size: int
     rule: ResizeRule
@@ -117,16 +121,19 @@ class SquareResize:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortestEdgeCrop:
-    """As CLIP's image processor: the shorter side (or both) to a size by Pillow, the middle cut out, bytes."""
+    """Resizes with Pillow and center-crops, like CLIP's image processor; returns bytes.
+
+    Either the shorter side or both sides are given.
+    """
 
     shortest_edge: int | None
-    """The shorter side keeps the aspect ratio; None where `exact` is given."""
+    """Length of the shorter side, which keeps the aspect ratio; None if `exact` is given."""
     exact: tuple[int, int] | None
-    """Height and width without regard to the aspect ratio."""
+    """Height and width, ignoring the aspect ratio."""
     crop: tuple[int, int] | None
-    """Height and width of the middle."""
+    """Height and width of the center crop."""
     resample: int
-    """Pillow's number of the filter."""
+    """Pillow's number of the resampling filter."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -142,7 +149,7 @@ class ShortestEdgeCrop:
         return pixels if self.crop is None else _center_crop(pixels, *self.crop)
 
     def _resize_center(self, image: Bytes, height: int, width: int, crop: tuple[int, int]) -> Bytes:
-        """Of the whole at height x width only what the crop keeps: a long thin image would take gigabytes."""
+        """Resize only the part that the crop keeps; a long thin image would take gigabytes."""
         rows = _CropWindow.compute(image.shape[0], height, crop[0])
         columns = _CropWindow.compute(image.shape[1], width, crop[1])
         part = np.ascontiguousarray(image[rows.first : rows.end, columns.first : columns.end])
@@ -163,22 +170,22 @@ class ShortestEdgeCrop:
 
 
 def describe_transform(transform: SquareResize | ShortestEdgeCrop) -> dict[str, Any]:
-    """JSON that differs wherever the results may: what it does, by its settings, and the version of who does it."""
+    """Return JSON with kind, settings and code version; it differs if results may differ."""
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(transform).items()}
     version = RESIZE_VERSION if isinstance(transform, SquareResize) else CROP_VERSION
     return {"kind": type(transform).__name__, "version": version, **settings}
 
 
 class _CropWindow(NamedTuple):
-    """Along one side: the source's pixels that the middle of the resized image is made of."""
+    """The source pixels, along one side, that the center crop of the resized image depends on."""
 
     first: int
     end: int
     low: float
-    """Where the middle begins, counted from `first`: Pillow's float32 is too coarse to count from a far edge."""
+    """Start of the crop relative to `first`: Pillow's float32 is too coarse for large absolute positions."""
     high: float
     num: int
-    """Pixels of the result."""
+    """Number of pixels of the result."""
 
     @classmethod
     def compute(cls, length: int, resized_length: int, crop_size: int) -> _CropWindow:
@@ -191,7 +198,7 @@ class _CropWindow(NamedTuple):
 
 
 def _center_crop(pixels: Bytes, height: int, width: int) -> Bytes:
-    """The middle of an image; where it is smaller than that, black around it."""
+    """Return the center of an image, padded with black if the image is smaller."""
     num_rows, num_columns = pixels.shape[:2]
     top, left = (num_rows - height) // 2, (num_columns - width) // 2
     if top >= 0 and left >= 0:

@@ -1,4 +1,4 @@
-"""The extractor that ships with Halation: features of street scenes, and what is in them."""
+"""The bundled extractor: features and attributes of street scenes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from halation.models.dtypes import DTYPES
 INPUT_SIZE: Final = 64
 NUM_FEATURES: Final = 256
 HEADS: Final[Mapping[str, int]] = {"place": 8, "time": 3, "weather": 2, "cars": 6}
-"""Columns of each head: places, times and weathers in the order the data set lists them, and 0 to 5 cars."""
+"""Columns of each head: places, times and weathers in the order of the dataset, and 0 to 5 cars."""
 
 _STORED_AS = {"num_trained_on": "num_pictures", "num_validated_on": "num_heldout"}
-"""Names in the weights' file that differ from those in code."""
+"""Names in the weights file that differ from those in the code."""
 WEIGHTS_FILE: Final = Path(__file__).with_name("streets_net.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreetsNetRecord:
-    """How the weights were made and what they reach; it travels in the weights' file."""
+    """How the weights were trained and their accuracy; stored in the weights file."""
 
     seed: int
     num_trained_on: int
-    """Scenes of the train part it was trained on."""
+    """Number of training scenes."""
     num_steps: int
     num_validated_on: int
-    """Scenes of the validation part that the shares below were measured on."""
+    """Number of validation scenes for the accuracies below."""
     accuracy: dict[str, dict[str, float]]
-    """Share of validation scenes an attribute is found in: by the size they are drawn at, then by attribute."""
+    """Accuracy on validation scenes, by the size they are rendered at, then by attribute."""
     agreement: float
-    """Caption agreement of real validation images at 64 pixels: the most that a model can reach."""
+    """Caption agreement of real validation images at 64 pixels: the upper bound for a model."""
     agreement_by_attribute: dict[str, float | None]
 
     def as_json(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def _conv_bn_relu(width_in: int, width_out: int, kernel: int, stride: int = 1) -
 
 
 class StreetsNet(nn.Module):
-    """Images (B, 64, 64, 3) of 0..255 to features (B, 256) and the logits of each head.
+    """Maps images (B, 64, 64, 3) of 0..255 to features (B, 256) and the logits of each head.
 
-    Features are the means of three depths over the image: the shallow ones see blur and noise that the deep one, which
-    is after attributes, learns to overlook. Each is put to mean 0 and variance 1 of the training images, or the largest
-    would decide a distance alone. Norms keep running statistics, so in eval mode an image's numbers do not depend on
-    its neighbours.
+    Features are spatial means at three depths: the shallow ones respond to blur and noise, which the deepest one,
+    trained for attributes, learns to ignore. Each feature is normalized to mean 0 and variance 1 over the training
+    images, or the largest would dominate a distance. Norms use running statistics, so that in eval mode the result of
+    an image does not depend on the other images of the batch.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class StreetsNet(nn.Module):
 
 
 def save_network(net: StreetsNet, record: StreetsNetRecord, path: Path) -> None:
-    """Kernels and matrices in float16, which halves the file; the few numbers of a norm or a bias as they are."""
+    """Save kernels and matrices in float16, which halves the file; norms and biases unchanged."""
     tensors = {
         name: (tensor.half() if tensor.dim() > 1 else tensor).detach().cpu().contiguous()
         for name, tensor in net.state_dict().items()
@@ -116,7 +116,7 @@ def save_network(net: StreetsNet, record: StreetsNetRecord, path: Path) -> None:
 
 
 def load_network(path: Path = WEIGHTS_FILE) -> StreetsNet:
-    """The network in float32 on the CPU, ready to look at images."""
+    """Load the network in float32 on the CPU, in eval mode."""
     net = StreetsNet()
     net.load_state_dict(load_file(path))
     return net.eval().requires_grad_(False)
@@ -128,7 +128,10 @@ def read_record(path: Path = WEIGHTS_FILE) -> StreetsNetRecord:
 
 
 class StreetsExtractor(Extractor):
-    """Features and logits of each attribute; images are always resized by the clean rule it was trained with."""
+    """Features and logits of each attribute.
+
+    Images are always resized by the `clean` rule, which the network was trained with.
+    """
 
     def __init__(self, *, device: str, dtype: str) -> None:
         self.name = "streets"

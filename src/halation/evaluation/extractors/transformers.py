@@ -1,4 +1,4 @@
-"""DINOv2 and CLIP through transformers as extractors, and CLIP's embedding of texts."""
+"""DINOv2 and CLIP extractors on transformers, and CLIP's text embeddings."""
 
 from __future__ import annotations
 
@@ -29,32 +29,38 @@ _TITLES = {"dinov2": "DINOv2", "clip": "CLIP"}
 
 
 class TextEmbedder:
-    """A CLIP model's text tower with its tokenizer; an embedding does not depend on other texts of the batch."""
+    """The text encoder and tokenizer of a CLIP model.
+
+    An embedding does not depend on the other texts of the batch.
+    """
 
     def __init__(self, model: Any, folder: Path) -> None:
         self._model = model
         self._tokenizer = _open_tokenizer(folder, vocab_size=int(model.config.text_config.vocab_size))
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
-        """How long a text may be, its begin and end included; several at once are padded to this."""
+        """Token limit of a text, including its start and end tokens; batches of texts are padded to it."""
         self._batch_size = 1 if model.device.type == "cpu" else _TEXT_BATCH_SIZE
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """(N, D) float32 on the CPU, projected and not normalised; a text that is too long loses its end."""
+        """Return projected embeddings (N, D), float32 on the CPU, not normalised.
+
+        Long texts are truncated.
+        """
         starts = range(0, len(texts), self._batch_size)
         parts = [self._embed_batch(texts[start : start + self._batch_size]) for start in starts]
         return torch.cat(parts) if parts else torch.empty(0, int(self._model.config.projection_dim))
 
     def find_truncated(self, texts: Sequence[str]) -> list[int]:
-        """The indices of texts that are longer than the model reads."""
+        """Return the indices of texts that exceed the token limit of the model."""
         if not texts:
             return []
         tokens = self._tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
         return [index for index, ids in enumerate(tokens) if len(ids) > self.max_tokens]
 
     def _embed_batch(self, texts: Sequence[str]) -> Tensor:
-        # Always the same number of rows: other shapes may take other kernels, which changes the last bits.
+        # Always the same number of rows: other shapes may use other kernels, which changes the last bits.
         padded = [*texts, *[""] * (self._batch_size - len(texts))]
-        # A text alone has none, so nothing is padded there: a third of the time.
+        # A single text needs no padding, which takes a third of the time.
         padding = "max_length" if self._batch_size > 1 else False
         tokens = self._tokenizer(
             padded, padding=padding, truncation=True, max_length=self.max_tokens, return_tensors="pt"
@@ -68,12 +74,12 @@ class TextEmbedder:
 
 
 def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
-    # transformers opens a tokenizer without its vocabulary, and every text is then the same few tokens.
+    # transformers opens a tokenizer without a vocabulary, and every text then gives the same few tokens.
     if not any(all((folder / name).is_file() for name in names) for names in _VOCABULARY_FILES):
         raise InputError(
-            f"{folder} has no vocabulary: every text would be the same to the model",
+            f"{folder} has no vocabulary: the model could not distinguish texts",
             "tokenizer.json, or vocab.json and merges.txt, beside the weights",
-            "download the whole model",
+            "download the complete model",
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -83,16 +89,16 @@ def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
         raise
     except Exception as error:
         raise InputError(
-            f"{folder} has no tokenizer that can be opened: {type(error).__name__}: {error}",
+            f"the tokenizer of {folder} cannot be opened: {type(error).__name__}: {error}",
             "tokenizer files beside the weights",
-            "download the whole model",
+            "download the complete model",
         ) from error
     one, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("a red car", "two blue birds"))
     if one == other or max(*one, *other) >= vocab_size:
         raise InputError(
-            f"{folder}: the tokenizer does not tell texts apart, or has more tokens than the model's {vocab_size}",
+            f"{folder}: the tokenizer does not distinguish texts, or has more tokens than the model's {vocab_size}",
             "the tokenizer the model was trained with",
-            "download the whole model",
+            "download the complete model",
         )
     return tokenizer
 
@@ -100,10 +106,13 @@ def _open_tokenizer(folder: Path, *, vocab_size: int) -> Any:
 def open_transformers_extractor(
     name: str, weights: str, *, device: str, dtype: str, rule: ResizeRule, flag: str
 ) -> Extractor:
-    """`name` is dinov2, clip or a folder of either family; `weights` a folder or hub name instead of the default."""
+    """Open a DINOv2 or CLIP extractor.
+
+    `name` is dinov2, clip or a folder of either family; `weights` is a folder or Hub name instead of the default.
+    """
     default_model = DEFAULT_MODELS.get(name)
     if default_model is None and weights:
-        raise InputError(f"--extractor {name} and {flag} {weights}", "one of them names the model", f"leave out {flag}")
+        raise InputError(f"--extractor {name} and {flag} {weights}", "only one of them", f"omit {flag}")
     folder = huggingface_resolver.find_model_folder(weights or default_model or name, flag)
     extractor_class = _FAMILIES.get(folder.model_type)
     if extractor_class is None or (default_model and extractor_class.family != name):
@@ -120,7 +129,7 @@ def open_transformers_extractor(
 
 
 class _TransformerExtractor(Extractor):
-    """What DINOv2 and CLIP have in common: a folder, its hash, a model in a dtype."""
+    """The common parts of DINOv2 and CLIP: a folder, its hash, a model in a dtype."""
 
     family: str
     model_class: Any
@@ -146,29 +155,33 @@ class _TransformerExtractor(Extractor):
         }
 
     def _outputs(self, batch: Tensor) -> dict[str, Tensor]:
-        """One image at a time on a CPU, whose matrix products round a row by its place in the batch."""
+        """Run the model, on a CPU with one image at a time.
+
+        Matrix products on a CPU round a row depending on its position in the batch.
+        """
         parts = batch.split(1 if self.device.type == "cpu" else len(batch))
         return {"features": torch.cat([self._features(part) for part in parts])}
 
     @abstractmethod
     def _features(self, batch: Tensor) -> Tensor:
-        """(B, D) in the model's dtype."""
+        """Return features (B, D) in the model's dtype."""
 
     @abstractmethod
     def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
-        """The preparation, and what to record about it."""
+        """Return the transform and its facts for the report."""
 
     def _normalize(self, values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-        """(B, H, W, 3) to (B, 3, H, W) in the model's dtype; the arithmetic is float32 whatever that is."""
+        """Normalise (B, H, W, 3) in float32 and return (B, 3, H, W) in the model's dtype."""
         mean_, std_ = (torch.tensor(list(numbers), device=values.device) for numbers in (mean, std))
         return ((values - mean_) / std_).permute(0, 3, 1, 2).to(self._dtype).contiguous()
 
 
 class Dinov2Extractor(_TransformerExtractor):
-    """The class token after the last layer norm, as FD-DINOv2 of dgm-eval: 224 x 224, ImageNet's mean and std.
+    """The class token after the last layer norm, as in FD-DINOv2 of dgm-eval.
 
-    dgm-eval runs the original code, which stretches the position embeddings (made for 518 x 518) by a factor that is
-    rounded otherwise than transformers': compare distances with others made by transformers.
+    Images are 224 x 224, normalised with ImageNet's mean and std. dgm-eval uses the original code, which interpolates
+    the position embeddings (trained at 518 x 518) with a differently rounded factor than transformers. Compare
+    distances only with others computed by transformers.
     """
 
     family = "dinov2"
@@ -198,7 +211,10 @@ class Dinov2RegistersExtractor(Dinov2Extractor):
 
 
 class ClipExtractor(_TransformerExtractor):
-    """CLIP's projected image embeddings, not normalised; images are prepared as preprocessor_config.json says."""
+    """CLIP's projected image embeddings, not normalised.
+
+    Images are preprocessed as in preprocessor_config.json.
+    """
 
     family = "clip"
     model_class = transformers.CLIPModel
@@ -209,7 +225,7 @@ class ClipExtractor(_TransformerExtractor):
     ) -> None:
         super().__init__(folder, name=name, device=device, dtype=dtype, rule=rule)
         self.num_features = int(self._model.config.projection_dim)
-        # Bytes times the factor in float64, then float32: the numbers transformers' processor computes.
+        # Bytes times the factor in float64, then float32, as transformers' processor computes.
         scaled = torch.arange(256, dtype=torch.float64) * self._preprocessing.rescale
         self._rescale_table = scaled.float().to(self.device)
         self._embedder: TextEmbedder | None = None
@@ -217,7 +233,7 @@ class ClipExtractor(_TransformerExtractor):
     def _build_transform(self, rule: ResizeRule) -> tuple[ImageTransform, dict[str, Any]]:
         self._preprocessing = huggingface_resolver.read_clip_preprocessing(self._folder)
         if rule != "clean":
-            logger.warning("--resize %s does not apply to CLIP, which prepares images as its own files say", rule)
+            logger.warning("--resize %s does not apply to CLIP, which uses the preprocessing of its model folder", rule)
         facts = {"resize": "as the model's preprocessor_config.json", "preparation": self._preprocessing.description}
         return self._preprocessing.transform, facts
 
@@ -226,19 +242,22 @@ class ClipExtractor(_TransformerExtractor):
         return features
 
     def pixel_values(self, batch: Tensor) -> Tensor:
-        """What the model is shown: the bytes rescaled and normalised as transformers' processor does it."""
+        """Return the model's input: bytes rescaled and normalised as by transformers' processor."""
         return self._normalize(self._rescale_table[batch.int()], self._preprocessing.mean, self._preprocessing.std)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """(N, D) float32 on the CPU, projected and not normalised; the end of a text that is too long is cut."""
+        """Return projected embeddings (N, D), float32 on the CPU, not normalised.
+
+        Long texts are truncated.
+        """
         return self._text_embedder().embed_texts(texts)
 
     def find_truncated(self, texts: Sequence[str]) -> list[int]:
-        """The indices of texts that are longer than the model reads."""
+        """Return the indices of texts that exceed the token limit of the model."""
         return self._text_embedder().find_truncated(texts)
 
     def _text_embedder(self) -> TextEmbedder:
-        """Opened when it is first needed: a distance between images needs no tokenizer."""
+        """Return the text embedder; opened on first use, because image metrics need no tokenizer."""
         if self._embedder is None:
             self._embedder = TextEmbedder(self._model, self._folder.path)
         return self._embedder
@@ -268,7 +287,7 @@ def _load_model(model_class: Any, folder: huggingface_resolver.ModelFolder, dtyp
     except Exception as error:
         raise InputError(
             f"{folder.path} cannot be opened as a {model_class.__name__}: {type(error).__name__}: {error}",
-            "a whole model folder, as save_pretrained writes it",
+            "a complete model folder, as written by save_pretrained",
             "copy the model again",
         ) from error
     finally:
@@ -276,9 +295,9 @@ def _load_model(model_class: Any, folder: huggingface_resolver.ModelFolder, dtyp
             transformers.utils.logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise InputError(
-            f"{folder.path} lacks {len(missing)} weights, first {missing[0]}; they would be random numbers",
+            f"{folder.path} lacks {len(missing)} weights, first {missing[0]}; they would be random",
             "weights for every part of the model",
-            "download the whole model",
+            "download the complete model",
         )
     module: nn.Module = model.eval().requires_grad_(False)
     return module

@@ -1,4 +1,4 @@
-"""Weight files of feature extractors: download, check of the hash, safe reading."""
+"""Weight files of feature extractors: download, hash check, safe loading."""
 
 from __future__ import annotations
 
@@ -32,41 +32,44 @@ FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weight
 FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 _BLOCK_BYTES = 1 << 20
 _NUM_OLD_PICKLES = 5
-"""In a file from before torch 1.6: magic number, version, machine, tensors, names of their bytes."""
+"""Pickles in a file from before torch 1.6: magic number, version, machine, tensors, storage keys."""
 _READ_TIMEOUT_S = 60.0
 _LOG_INTERVAL_S = 5.0
 
 
 def fetch_fid_weights(flag: str = "--weights") -> Path:
-    """FID's Inception weights in the user's cache, downloaded the first time; the hash is checked every time."""
+    """Return the Inception weights of FID in the user's cache.
+
+    They are downloaded the first time; the hash is checked every time.
+    """
     return fetch_file(FID_URL, cache_folder() / FID_NAME, FID_SHA256, flag)
 
 
 def fetch_file(url: str, file: Path, sha256: str, flag: str = "--weights") -> Path:
-    """`file`, downloaded from `url` unless it is there; an InputError where its hash is another one."""
+    """Return `file`, downloaded from `url` if missing; raise InputError if its hash differs."""
     if not file.is_file():
         if is_offline():
-            raise _download_error(url, file, sha256, flag, "the environment says to stay offline (HF_HUB_OFFLINE)")
+            raise _download_error(url, file, sha256, flag, "HF_HUB_OFFLINE is set")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"cannot make the cache folder {file.parent}: {error.strerror or error}",
+                f"cannot create the cache folder {file.parent}: {error.strerror or error}",
                 "a folder that can be created and written",
-                f"set HALATION_CACHE to such a folder, or give the file by {flag} FILE",
+                f"set HALATION_CACHE to such a folder, or pass {flag} FILE",
             ) from error
-        # Ranks that start together take turns, and all but the first find the file.
+        # Ranks that start together take turns; all but the first find the file.
         with FileLock(file.with_name(f".{file.name}.lock")):
             if not file.is_file():
-                for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a download that was killed
+                for leftover in file.parent.glob(f".{file.name}.*.tmp"):  # of a killed download
                     leftover.unlink(missing_ok=True)
                 _download(url, file, sha256, flag)
     digest = input_files.file_sha256(file)
     if digest != sha256:
         raise InputError(
             f"{file} has the SHA-256 {digest}",
-            f"{sha256}, the file of {url}",
-            f"remove it to have it downloaded again, or give a file of your own by {flag} FILE",
+            f"{sha256}, the hash of {url}",
+            f"remove it to download it again, or pass your own file by {flag} FILE",
         )
     return file
 
@@ -77,9 +80,9 @@ def is_offline() -> bool:
 
 def _download_error(url: str, file: Path, sha256: str, flag: str, why: str) -> InputError:
     return InputError(
-        f"{file} is not there and cannot be downloaded: {why}",
+        f"{file} is missing and cannot be downloaded: {why}",
         f"the file of {url} (SHA-256 {sha256})",
-        f"download it elsewhere and copy it to {file}, or give its place by {flag} FILE",
+        f"download it elsewhere and copy it to {file}, or pass its path by {flag} FILE",
     )
 
 
@@ -95,13 +98,13 @@ def _download(url: str, file: Path, sha256: str, flag: str) -> None:
                 )
             if found != sha256:
                 raise InputError(
-                    f"{url} gave {num_bytes} bytes with the SHA-256 {found}",
+                    f"{url} returned {num_bytes} bytes with the SHA-256 {found}",
                     sha256,
-                    f"try again; if it stays so, get the file elsewhere and copy it to {file}, "
-                    f"or give its place by {flag} FILE",
+                    f"try again; if it fails again, download the file elsewhere and copy it to {file}, "
+                    f"or pass its path by {flag} FILE",
                 )
     except urllib.error.HTTPError as error:
-        with error:  # it is also the answer, with an open connection
+        with error:  # the error is also the response, with an open connection
             raise _download_error(url, file, sha256, flag, f"{error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise _download_error(url, file, sha256, flag, str(error.reason)) from error
@@ -125,7 +128,10 @@ def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tupl
 
 
 def _check_pickles(file: Path) -> None:
-    """Refuse a .pth file that would take more memory than it has bytes: packed members, and bytearrays by length."""
+    """Raise for a .pth file that may use more memory than its size.
+
+    These are files with compressed members, and with bytearrays that are given by their length.
+    """
     max_bytes = input_files.limit(input_files.MAX_PICKLE_BYTES)
     with input_files.open_regular_file(file) as stream:
         if not zipfile.is_zipfile(stream):
@@ -133,7 +139,7 @@ def _check_pickles(file: Path) -> None:
             data = stream.read(max_bytes)
             try:
                 return _scan_pickles(data, _NUM_OLD_PICKLES)
-            except ValueError:  # torch says it better, unless there may be something behind it
+            except ValueError:  # torch reports it better, unless only a part of the file was scanned
                 if len(data) < max_bytes:
                     return None
                 raise
@@ -141,11 +147,13 @@ def _check_pickles(file: Path) -> None:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise ValueError("a zip file with packed members, which torch.save does not write")
+                raise ValueError("a zip file with compressed members, which torch.save does not write")
             for member in members:
                 if member.filename.endswith(".pkl"):
                     if member.file_size > max_bytes:
-                        raise ValueError(f"{member.filename} has {input_files.format_size(member.file_size)}")
+                        raise ValueError(
+                            f"{member.filename} is too large ({input_files.format_size(member.file_size)})"
+                        )
                     _scan_pickles(archive.read(member), 1)
     return None
 
@@ -155,11 +163,11 @@ def _scan_pickles(data: bytes, number: int) -> None:
     for _ in range(number):
         for opcode, value, _place in pickletools.genops(stream):
             if "bytearray" in opcode.name.lower() or (isinstance(value, str) and "bytearray" in value):
-                raise pickle.UnpicklingError("a bytearray, which no tensor needs")
+                raise pickle.UnpicklingError("a bytearray, which tensors do not use")
 
 
 def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]:
-    """A state dict from safetensors or from torch.save; code in a pickle is refused, never run."""
+    """Read a state dict from safetensors or torch.save; code in a pickle is never run."""
     if not file.is_file():
         raise InputError(f"{file} is not a file", "weights as .safetensors or .pth", f"check {flag}")
     try:
@@ -167,22 +175,22 @@ def read_state_dict(file: Path, flag: str = "--weights") -> Mapping[str, Tensor]
             input_files.read_safetensors_header(file)
             return load_file(str(file))
         _check_pickles(file)
-        # Files from before torch 1.6 are no zip archives and cannot be mapped: the released weights are such a file.
+        # Files from before torch 1.6, like the released weights, are not zip archives and cannot be memory-mapped.
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{file} holds more than tensors, or is damaged: {str(error).splitlines()[0]}",
-            "a state dict as torch.save writes it, or .safetensors; code in a file is never run",
-            "take the file from its publisher again, or convert it to safetensors where you trust it",
+            "a state dict of torch.save, or .safetensors; code in a file is never run",
+            "download the file again from its publisher, or convert it to safetensors if you trust it",
         ) from error
     except input_files.RefusedFileError as error:
         raise error.as_input_error() from error
     except Exception as error:
         raise InputError(
             f"{file} cannot be read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "whole weights as .safetensors or .pth",
+            "complete weights as .safetensors or .pth",
             "copy the file again",
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise InputError(f"{file} holds no state dict", "tensors by name", "give the file of the network's weights")
+        raise InputError(f"{file} is not a state dict", "tensors by name", "give the file of the network's weights")
     return tensors

@@ -1,1 +1,1 @@
-"""Metrics: features or moments in, numbers with their provenance out."""
+"""Metrics: computed from features or moments, returned with their provenance."""

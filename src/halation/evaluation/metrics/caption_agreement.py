@@ -1,4 +1,4 @@
-"""Prompt agreement: how much of street captions is found in their images."""
+"""Prompt agreement: the share of attributes in street captions that the images show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halation.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionAgreement:
-    """Shares of mentioned attributes that are found; a caption's silence counts neither way."""
+    """Shares of mentioned attributes that are found; unmentioned attributes do not count."""
 
     value: float
     """Over all mentioned attributes of all images."""
@@ -26,7 +26,7 @@ class CaptionAgreement:
     """How many captions mention the attribute."""
 
 
-# What a caption asks of the column that a head finds, or None where it does not ask.
+# The columns of a head that a caption accepts, or None if it does not mention the attribute.
 _EXPECTED_COLUMNS: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
     "place": lambda says: None if says["place"] is None else (PLACES.index(says["place"]),),
     "time": lambda says: None if says["time"] is None else (TIMES.index(says["time"]),),
@@ -36,14 +36,17 @@ _EXPECTED_COLUMNS: dict[str, Callable[[Mentioned], Sequence[int] | None]] = {
 
 
 def has_street_captions(captions: Sequence[str]) -> bool:
-    """Whether any of these captions is in the words of the street scenes."""
+    """Return True if any caption mentions an attribute of the street scenes."""
     return any(
         asked_by(mentioned(caption)) is not None for caption in captions for asked_by in _EXPECTED_COLUMNS.values()
     )
 
 
 def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequence[str]) -> CaptionAgreement:
-    """The agreement of images with their captions; `outputs` are logits of the streets extractor, a row an image."""
+    """Return the agreement of images with their captions.
+
+    `outputs` are logits of the streets extractor, one row per image.
+    """
     predicted = {attribute: _predicted_columns(outputs, attribute, len(captions)) for attribute in _EXPECTED_COLUMNS}
     mentions = [mentioned(caption) for caption in captions]
     hits: dict[str, list[bool]] = {attribute: [] for attribute in _EXPECTED_COLUMNS}
@@ -57,10 +60,10 @@ def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequenc
         example = f", such as {captions[0][:80]!r}" if captions else ""
         raise InputError(
             f"none of {len(captions)} captions names a place, a time, a weather or a number of cars{example}",
-            "captions in the words of the embedded street scenes, "
+            "captions in the vocabulary of the embedded street scenes, "
             'such as "A rural road with dry roads and two cars at night"',
-            "leave out the prompt agreement, which is for the embedded street captions; "
-            "for other prompts ask for the CLIP score",
+            "omit the prompt agreement, which only supports the embedded street captions; "
+            "for other prompts use the CLIP score",
         )
     return CaptionAgreement(
         value=sum(map(sum, hits.values())) / sum(num_mentioned.values()),
@@ -72,25 +75,25 @@ def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequenc
 def _predicted_columns(
     outputs: Mapping[str, npt.NDArray[Any]], attribute: str, num_captions: int
 ) -> npt.NDArray[np.intp]:
-    """The column with the highest logit in each row."""
+    """Return the column with the highest logit in each row."""
     if attribute not in outputs:
         raise InputError(
             f"features without logits for {attribute!r}, only {', '.join(sorted(outputs)) or 'nothing'}",
-            "the outputs of the streets extractor, which alone finds attributes",
-            "ask for the prompt agreement together with the streets extractor",
+            "the outputs of the streets extractor, the only one that classifies attributes",
+            "use the prompt agreement together with the streets extractor",
         )
     logits = outputs[attribute]
     if len(logits) != num_captions:
         raise InputError(
             f"{len(logits)} images and {num_captions} captions",
             "one caption for each image, in the same order",
-            "give the prompts that the images were drawn from",
+            "give the prompts that the images were generated for",
         )
     if not np.isfinite(logits).all():
         broken = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
         raise InputError(
-            f"logits for {attribute!r} that are not finite, the first of them of image {broken}",
+            f"logits for {attribute!r} that are not finite, first for image {broken}",
             "finite numbers for every image",
-            "look at that image; if it is sound, evaluate on another device or in float32",
+            "check that image; if it is intact, evaluate on another device or in float32",
         )
     return np.argmax(logits, axis=1)

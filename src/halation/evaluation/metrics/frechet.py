@@ -6,14 +6,14 @@ S2 = L2 L2' its eigenvalues are those of the symmetric C'C with C = L1' L2. The 
 of the roots of the eigenvalues of C'C, or the sum of the singular values of C: two Cholesky factors and one `eigvalsh`
 instead of a general matrix root.
 
-An eigenvalue is known to about 1e-16 of the largest, its root to 1e-8 only. That is nothing for a few small ones and
-too much for a thousand zeros, so where a covariance is singular its null space is cut off and singular values are
-taken, which have no such root.
+An eigenvalue is accurate to about 1e-16 of the largest, but its root only to 1e-8. This is negligible for a few small
+eigenvalues and too much for a thousand zeros. If a covariance is singular, its null space is therefore removed and
+singular values are computed, which need no root.
 
-The bootstrap resamples one side. The distance of a resampled set needs its own covariance S1 each time, but the other
-side S2 = L L' stays. With centred rows X of the resampled set the trace of the root of S1 S2 is the sum of the singular
-values of X L, scaled: features are turned into the coordinates X L once, and a draw is then one Gram matrix, of rows or
-of columns, whichever is smaller, and its eigenvalues.
+The bootstrap resamples one side. Each resampled set has its own covariance S1, but the other side S2 = L L' is fixed.
+With centred rows X of the resampled set, the trace of the root of S1 S2 is the sum of the singular values of X L,
+scaled. The features are projected to X L once; each resampling then needs one Gram matrix, of rows or of columns,
+whichever is smaller, and its eigenvalues.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from halation.evaluation.metrics.moments import Features, FloatArray, check_feat
 Counts = npt.NDArray[np.int64]
 PANEL_SIZE = 256
 MIN_EIGENVALUE_RATIO = 1e-4
-"""The lowest eigenvalue of a covariance, below 0, as a share of the highest: rounding to float32 leaves 1e-7."""
+"""Limit for negative eigenvalues of a covariance, relative to the highest; rounding to float32 leaves 1e-7."""
 
 
 class GaussianStatistics(Protocol):
-    """A mean and a covariance: `Moments`, or `Gaussian` where another tool saved them."""
+    """A mean and a covariance: `Moments`, or `Gaussian` if another tool saved them."""
 
     @property
     def mean(self) -> FloatArray: ...
@@ -44,7 +44,10 @@ class GaussianStatistics(Protocol):
 
 
 def frechet_distance(one: GaussianStatistics, other: GaussianStatistics, *, device: str = "cpu") -> float:
-    """Singular covariances are fine; numbers that are not finite, and no covariances, are a ValueError."""
+    """Return the Frechet distance; covariances may be singular.
+
+    Raises ValueError for values that are not finite and for matrices that are not covariances.
+    """
     means = [_tensor(each.mean, device) for each in (one, other)]
     covariances = [_tensor(each.covariance, device) for each in (one, other)]
     for mean, covariance in zip(means, covariances, strict=True):
@@ -58,10 +61,10 @@ def frechet_distance(one: GaussianStatistics, other: GaussianStatistics, *, devi
 
 
 def frechet_distance_from_features(one: Features, other: Features, *, device: str = "cpu") -> float:
-    """From features that are fewer than their dimensions: no matrix larger than the number of rows is made.
+    """Return the Frechet distance of two sets with fewer rows than dimensions.
 
-    With centred rows X and S = X'X / (n - 1), the trace of the root of S1 S2 is the sum of the singular values of
-    X1 X2', scaled.
+    No matrix is larger than the number of rows. With centred rows X and S = X'X / (n - 1), the trace of the root of
+    S1 S2 is the sum of the singular values of X1 X2', scaled.
     """
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
@@ -72,7 +75,7 @@ def frechet_distance_from_features(one: Features, other: Features, *, device: st
 
 
 def _center_rows(features: Features, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, and rows whose products are the unbiased covariance."""
+    """Return the mean, and rows X such that X'X is the unbiased covariance."""
     if len(features) < 2:
         raise ValueError(f"a covariance of {len(features)} rows")
     values = check_features(features).astype(np.float64)
@@ -87,7 +90,7 @@ def _tensor(array: FloatArray, device: str) -> torch.Tensor:
 
 
 def _trace_sqrt_product(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The trace of the root of the product."""
+    """Return the trace of the square root of the product."""
     triangles = _cholesky(one), _cholesky(other)
     if triangles[0] is None or triangles[1] is None:
         columns = [
@@ -100,7 +103,10 @@ def _trace_sqrt_product(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _cholesky(covariance: torch.Tensor) -> torch.Tensor | None:
-    """A lower triangle, or None where the matrix is singular: the rest of a column is then rounding, not a pivot."""
+    """Return the lower Cholesky factor, or None if the matrix is numerically singular.
+
+    A pivot at the level of rounding errors counts as zero.
+    """
     triangle, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         return None
@@ -109,7 +115,7 @@ def _cholesky(covariance: torch.Tensor) -> torch.Tensor | None:
 
 
 def _low_rank_factor(covariance: torch.Tensor) -> torch.Tensor:
-    """From eigenvectors, without those of the null space."""
+    """Return a factor from eigenvectors, without those of the null space."""
     values, vectors = torch.linalg.eigh(covariance)
     lowest, highest = float(values[0]), float(values[-1])
     if lowest < -MIN_EIGENVALUE_RATIO * max(highest, 0.0) and lowest < 0:
@@ -119,7 +125,7 @@ def _low_rank_factor(covariance: torch.Tensor) -> torch.Tensor:
 
 
 def _triangular_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """one' other for two lower triangles, without the products of their zeros: a third of the work."""
+    """Return one' other for two lower triangles, skipping their zeros: a third of the work."""
     product = torch.zeros_like(one)
     for start in range(0, len(one), PANEL_SIZE):
         end = min(start + PANEL_SIZE, len(one))
@@ -128,7 +134,7 @@ def _triangular_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _lower_gram(factor: torch.Tensor) -> torch.Tensor:
-    """The lower triangle of factor' factor, which is all that `eigvalsh` reads."""
+    """Return the lower triangle of factor' factor, the only part that `eigvalsh` reads."""
     gram = torch.zeros_like(factor)
     for start in range(0, len(factor), PANEL_SIZE):
         end = min(start + PANEL_SIZE, len(factor))
@@ -140,17 +146,17 @@ def _distance(mean_1: torch.Tensor, mean_2: torch.Tensor, traces: float, root_tr
     distance = float((mean_1 - mean_2).square().sum()) + traces - 2.0 * root_trace
     if not np.isfinite(distance):
         raise ValueError(f"a Frechet distance of {distance}")
-    return max(0.0, distance)  # rounding may leave a set a hair below zero from itself
+    return max(0.0, distance)  # rounding may give slightly negative distances
 
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapInterval:
     """Percentiles of the distance over resampled sets.
 
-    A Frechet distance is biased upwards, the more so the fewer different rows a set has, and a resampled set has about
-    63 % of them. So all draws lie higher than the distance itself, by `bias` on average, and where rows are not many
-    times the dimensions `low` may lie above `estimate`. The width is what to trust; `bias_corrected` is the interval
-    without that bias. Only one side is resampled: the interval says nothing about another reference.
+    A Frechet distance is biased upwards, more so with fewer distinct rows, and a resampled set has about 63 % of them.
+    All resampled distances are therefore higher than the distance itself, by `bias` on average, and `low` may be above
+    `estimate` unless there are many more rows than dimensions. The width is reliable; `bias_corrected` is the interval
+    without the bias. Only one side is resampled: the interval does not cover the choice of the reference.
     """
 
     estimate: float
@@ -175,9 +181,9 @@ def frechet_interval(
     level: float = 0.95,
     device: str = "cpu",
 ) -> BootstrapInterval:
-    """Rows of `features` are drawn with replacement, as many as there are.
+    """Return a bootstrap interval of the Frechet distance.
 
-    A draw is a function of the seed and its number alone.
+    Each resampling draws len(features) rows with replacement; it depends only on the seed and its number.
     """
     if num_draws < 1 or not 0.0 < level < 1.0:
         raise ValueError(f"an interval of level {level} from {num_draws} draws")
@@ -201,7 +207,10 @@ def frechet_interval(
 
 
 class _FrechetResampler:
-    """Rows relative to the other side's mean, also in coordinates in which the other covariance is the identity."""
+    """Computes distances of resampled rows.
+
+    Holds the rows relative to the mean of the other side, and their projection by a factor of its covariance.
+    """
 
     def __init__(self, features: Features, other: GaussianStatistics, device: str) -> None:
         mean, covariance = (
@@ -217,7 +226,7 @@ class _FrechetResampler:
         self._other_trace = float(covariance.diagonal().sum())
 
     def distance(self, counts: Counts) -> float:
-        """Of the set in which each row is there so many times."""
+        """Return the distance of the set that contains each row `counts` times."""
         weights = torch.from_numpy(counts).to(self._rows)
         num = float(weights.sum())
         shift = (weights @ self._rows) / num

@@ -1,8 +1,8 @@
 """Kernel Inception Distance: the squared MMD with a cubic kernel over random subsets.
 
-(Binkowski et al. 2018.) The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. Where the
-sets are small a row is in many subsets, and the kernel of every pair is taken once for all of them, in blocks; where
-they are large each subset takes the kernel of its own pairs.
+Binkowski et al. 2018. The sum of a kernel matrix over a subset is s' K s with the subset's indicator s. In small sets,
+a row is in many subsets, and the kernel of every pair is computed once for all of them, in blocks. In large sets, the
+kernel is computed for the pairs of each subset.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from halation.evaluation.metrics.moments import Features, check_features, single
 
 NUM_SUBSETS, SUBSET_SIZE, SEED = 100, 1000, 2020
 BLOCK_SIZE, PANEL_SIZE = 1024, 250
-"""Rows of a block where all pairs are taken, and inside one subset."""
+"""Rows of a block, for all pairs and for the pairs of one subset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelDistance:
-    """The mean over subsets and their standard deviation; a mean below 0 is possible and means no difference."""
+    """Mean and standard deviation over subsets; a negative mean means no difference."""
 
     mean: float
     std: float
@@ -38,7 +38,10 @@ def kernel_distance(
     seed: int = SEED,
     device: str = "cpu",
 ) -> KernelDistance:
-    """Subsets are drawn without replacement, by the generator, the seed and in the order that other tools use."""
+    """Return the KID of two sets.
+
+    Subsets are drawn without replacement, with the generator, seed and order that other tools use.
+    """
     if one.shape[1:] != other.shape[1:]:
         raise ValueError(f"features of shapes {one.shape} and {other.shape}")
     if num_subsets < 1 or not 2 <= subset_size <= min(len(one), len(other)):
@@ -63,7 +66,7 @@ def kernel_distance(
 
 
 KernelSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""For each subset: within the first set without a row's kernel with itself, between the sets, within the second."""
+"""Kernel sums of each subset: within the first set (without the diagonal), between the sets, within the second."""
 
 
 def _sums_per_subset(
@@ -78,7 +81,7 @@ def _sums_per_subset(
 
 
 def _sum_within(rows: torch.Tensor) -> torch.Tensor:
-    """Over the pairs of different rows: a block and those above it once, then twice the sum."""
+    """Return the kernel sum over pairs of different rows; off-diagonal blocks count twice."""
     total = torch.zeros((), dtype=rows.dtype, device=rows.device)
     for start in range(0, len(rows), PANEL_SIZE):
         block = _cubic_kernel(rows[start : start + PANEL_SIZE], rows[start:])
@@ -100,7 +103,7 @@ def _sums_over_all_pairs(
 
 
 def _indicators(chosen: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A column a subset: 1 where a row is in it."""
+    """Return a matrix with one column per subset: 1 for the rows in it, else 0."""
     result = torch.zeros(len(rows), len(chosen), dtype=rows.dtype, device=rows.device)
     return result.scatter_(0, chosen.T, 1.0)
 
@@ -118,6 +121,6 @@ def _sum_within_subsets(rows: torch.Tensor, membership: torch.Tensor) -> torch.T
 
 
 def _cubic_kernel(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A fresh matrix: (x y / d + 1)^3 for every pair."""
+    """Return (x y / d + 1)^3 for every pair, as a new matrix."""
     product = (one @ other.T).div_(one.shape[1]).add_(1.0)
     return product * product.square()

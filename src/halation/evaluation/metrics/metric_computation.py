@@ -1,4 +1,4 @@
-"""From features of both sides to metrics with their provenance."""
+"""Computes metrics, with their provenance, from generated and reference features."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from halation.evaluation.metrics.moments import Features, FloatArray, Gaussian, 
 from halation.evaluation.metrics.nearest_neighbors import prdc
 
 NUM_SPLITS, SPLIT_SEED = 10, 2020
-"""Of the inception score."""
+"""Splits and shuffle seed of the inception score."""
 MIN_IMAGES_FID = 2048
 MIN_IMAGES = 1000
 LOWER_IS_BETTER = ("fid", "fd", "kid")
 SUB_METRICS = {"prdc": ("precision", "recall", "density", "coverage")}
-"""Metrics that are several numbers."""
+"""Metrics that consist of several scores."""
 NEEDS_REFERENCE = ("fid", "fd", "kid", "prdc")
 NEEDS_CAPTIONS = ("clip", "agreement")
 
 
 @dataclass(kw_only=True, eq=False)
 class FeatureSet:
-    """What one extractor made of one side."""
+    """The features of the generated or the reference images by one extractor."""
 
     num: int | None
-    """None where saved statistics do not say."""
+    """Number of images; None if saved statistics do not have it."""
     hash: str
     moments: Moments | Gaussian | None = None
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """features, and what else the extractor gives; empty where there are moments alone."""
+    """`features` and other outputs of the extractor; empty if only moments were kept."""
 
     @property
     def features(self) -> Features | None:
@@ -47,7 +47,7 @@ class FeatureSet:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSettings:
-    """How the numbers are made."""
+    """Settings of the metrics."""
 
     allow_few: bool = False
     kid_subsets: int = 100
@@ -59,7 +59,7 @@ class MetricSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """A number, its spread, and what else is to be said of it."""
+    """The value of a metric, its standard deviation, and further details for the report."""
 
     value: float
     std: float | None = None
@@ -68,7 +68,7 @@ class MetricValue:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricInputs:
-    """One metric to measure: both sides as its extractor sees them, and the facts of that extractor."""
+    """The inputs of one metric: generated and reference features, and the extractor facts."""
 
     metric: str
     extractor: Mapping[str, Any]
@@ -78,7 +78,7 @@ class MetricInputs:
 
 
 def compute_metric(inputs: MetricInputs, settings: MetricSettings) -> dict[str, dict[str, Any]]:
-    """The metric's measurements by key: one, or several where it is several numbers."""
+    """Compute a metric; return its report entries by name (several for `prdc`)."""
     start_time = time.perf_counter()
     num_images = {"generated": inputs.generated.num}
     if inputs.reference is not None:
@@ -91,15 +91,15 @@ def compute_metric(inputs: MetricInputs, settings: MetricSettings) -> dict[str, 
         raise HalationError(f"{inputs.metric} cannot be computed: {error}") from error
     broken = [name for name, one in values.items() if not np.isfinite(one.value)]
     if broken:
-        raise HalationError(f"{broken[0]} came out as {values[broken[0]].value}, which is no measurement")
+        raise HalationError(f"{broken[0]} is {values[broken[0]].value}, which is not a finite number")
     seconds = round(time.perf_counter() - start_time, 3)
     return {name: _metric_record(name, one, inputs, note, seconds) for name, one in values.items()}
 
 
 def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str, seconds: float) -> dict[str, Any]:
-    """Everything a number needs to be compared with another one.
+    """Return the report entry of a score, with everything needed to compare it with others.
 
-    It is called FID or KID only where it is what these words mean everywhere.
+    It is named FID or KID only if it matches the common definition.
     """
     extractor = inputs.extractor
     reference = inputs.reference
@@ -136,11 +136,11 @@ def _metric_record(key: str, value: MetricValue, inputs: MetricInputs, note: str
 def check_num_images(
     metric: str, num_features: int, num_images: Mapping[str, int | None], settings: MetricSettings
 ) -> str:
-    """Empty, or why the number is marked; without --allow_few that is an error.
+    """Return "", or the note for a score of too few images; raise without --allow_few.
 
-    `num_images` has the number of images of each side, where it is known.
+    `num_images` has the number of generated and reference images, if known.
     """
-    # With fewer the number says more about their count than about them.
+    # With fewer images, the score depends more on their number than on the images.
     minimum = {
         "fid": MIN_IMAGES_FID,
         "fd": max(MIN_IMAGES, num_features),
@@ -153,14 +153,14 @@ def check_num_images(
         return ""
     words = " and ".join(f"{num} {side} image{'s' if num != 1 else ''}" for side, num in too_few.items())
     if settings.allow_few and min(too_few.values()) < 2:
-        raise InputError(f"{metric} of {words}", "at least 2 on each side", "draw or give more")
+        raise InputError(f"{metric} of {words}", "at least 2 on each side", "generate or give more images")
     if not settings.allow_few:
         raise InputError(
             f"{metric} of {words}",
-            f"at least {minimum} on each side: with fewer the number is mostly bias",
-            "draw or give more, or pass --allow_few to get a marked number",
+            f"at least {minimum} on each side: with fewer, the score is mostly bias",
+            "generate or give more images, or pass --allow_few for a score flagged `few`",
         )
-    # Part of the report, whose sentences readers of earlier reports compare.
+    # Part of the report; the wording must not change, because readers compare it with earlier reports.
     return f"few: {words.replace('image', 'picture')}, {minimum} are wanted"
 
 
@@ -177,14 +177,14 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
         value = frechet_distance_from_features(*known, device=settings.device)
     else:
         value = frechet_distance(one.moments, other.moments, device=settings.device)
-    # So few images that a covariance has no inverse.
+    # With so few images, a covariance is singular.
     num_features = len(one.moments.mean)
     is_deficient = any(side.num is not None and side.num <= num_features for side in (one, other))
     details: dict[str, Any] = {"rank_deficient": is_deficient}
     if settings.bootstrap:
         if one.features is None:
             raise InputError(
-                "--bootstrap without features, of which there are too many to keep",
+                "--bootstrap without features: there are more images than --keep_features",
                 "features of the generated images",
                 "raise --keep_features",
             )
@@ -200,7 +200,7 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
 def _kid(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
     one, other = _require_features(inputs)
     least = min(len(one), len(other))
-    # Subsets of all images would not differ.
+    # With fewer images than a subset needs, all subsets would be the same: use half of the images.
     size = settings.kid_subset_size if least >= settings.kid_subset_size else max(2, least // 2)
     found = kernel_distance(one, other, num_subsets=settings.kid_subsets, subset_size=size, device=settings.device)
     details = {"subsets": found.num_subsets, "subset_size": found.subset_size}
@@ -224,33 +224,34 @@ def _require_features(inputs: MetricInputs) -> tuple[Features, Features]:
     one, other = inputs.generated.features, inputs.reference.features if inputs.reference else None
     if one is None:
         raise InputError(
-            f"{inputs.metric} without features, of which there are too many to keep",
+            f"{inputs.metric} without features: there are more images than --keep_features",
             "features of every image",
-            "raise --keep_features, or ask for fid or fd alone",
+            "raise --keep_features, or compute only fid or fd",
         )
     if other is None:
         raise InputError(
             f"{inputs.metric} against statistics without features",
             "features of every reference image",
-            "give the folder of reference images, or statistics that --save_statistics wrote",
+            "give the folder of reference images, or statistics written by --save_statistics",
         )
     return one, other
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreStatistics:
-    """A mean, and the standard deviation of what it is the mean of."""
+    """Mean and standard deviation of a set of values."""
 
     mean: float
     std: float
     num: int
-    """How many values: splits for the inception score, images for the CLIP score."""
+    """Number of values: splits for the inception score, images for the CLIP score."""
 
 
 def inception_score(logits: Features, *, num_splits: int = NUM_SPLITS, seed: int = SPLIT_SEED) -> ScoreStatistics:
-    """exp of the mean divergence of an image's classes from those of its split (Salimans et al. 2016).
+    """Return the inception score (Salimans et al. 2016).
 
-    Rows are shuffled first by the generator and the seed that torch-fidelity uses: images often come sorted by class.
+    It is exp of the mean KL divergence of the classes of an image from those of its split. Rows are shuffled first,
+    with the generator and seed of torch-fidelity, because images are often sorted by class.
     """
     if not 1 <= num_splits <= len(logits):
         raise ValueError(f"{num_splits} splits of {len(logits)} rows")
@@ -263,7 +264,7 @@ def inception_score(logits: Features, *, num_splits: int = NUM_SPLITS, seed: int
         values -= values.max(axis=1, keepdims=True)
         values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
         probabilities = np.exp(values)
-        # A class that no image of the split has adds nothing; the logarithm of its share would be minus infinity.
+        # Skip classes that no image of the split has: they add nothing, and their logarithm is minus infinity.
         overall = probabilities.mean(axis=0)
         used = overall > 0
         divergences = (probabilities[:, used] * (values[:, used] - np.log(overall[used]))).sum(axis=1)
@@ -272,11 +273,14 @@ def inception_score(logits: Features, *, num_splits: int = NUM_SPLITS, seed: int
 
 
 def clip_score(images: Features, texts: Features) -> ScoreStatistics:
-    """100 times the cosine between the embeddings of image and caption, at least 0 (Hessel et al. 2021)."""
+    """Return the CLIP score (Hessel et al. 2021).
+
+    It is 100 times the cosine between the embeddings of image and caption, at least 0.
+    """
     if images.shape != texts.shape:
         raise ValueError(f"embeddings of images of shape {images.shape} and of texts of shape {texts.shape}")
     if not len(images):
-        raise ValueError("embeddings of no rows")
+        raise ValueError("embeddings without rows")
     cosines = (_normalize_rows(images) * _normalize_rows(texts)).sum(axis=1)
     values = 100.0 * np.clip(cosines, 0.0, None)
     return ScoreStatistics(mean=float(np.mean(values)), std=float(np.std(values)), num=len(values))
@@ -286,7 +290,7 @@ def _normalize_rows(rows: Features) -> FloatArray:
     values: FloatArray = check_features(rows).astype(np.float64)
     lengths = np.linalg.norm(values, axis=1, keepdims=True)
     if not lengths.all():
-        raise ValueError("an embedding of length 0, which points nowhere")
+        raise ValueError("an embedding of length 0, which cannot be normalized")
     unit: FloatArray = values / lengths
     return unit
 
@@ -318,7 +322,7 @@ def _require_array(inputs: MetricInputs, name: str) -> np.ndarray:
     array = inputs.generated.arrays.get(name)
     if array is None:
         raise InputError(
-            f"{inputs.metric} without features, of which there are too many to keep",
+            f"{inputs.metric} without features: there are more images than --keep_features",
             "features of every image",
             "raise --keep_features",
         )

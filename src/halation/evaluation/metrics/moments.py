@@ -1,8 +1,8 @@
 """Mean and covariance of features in float64, with the same bits on any number of ranks.
 
-Features are summed in blocks of a fixed size by index, and blocks are merged in order, so the result is a function of
-the features alone: they may come as one array or as a stream of arrays of any sizes. Parts that were summed apart can
-be merged too; that agrees with the whole to rounding, not to the bit.
+Features are summed in blocks of a fixed size by index, and blocks are merged in order. The result therefore depends
+only on the features, which may come as one array or as a stream of arrays of any sizes. Moments of separate parts can
+be merged too; the result then equals that of the whole up to rounding, but is not bit-identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ BLOCK_SIZE = 1024
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """The number of threads changes the last bits of torch's sums, and it depends on the number of ranks."""
+    """Run torch on one thread.
+
+    The number of threads, which depends on the number of ranks, would change the last bits of sums.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -34,7 +37,7 @@ def single_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """How many rows, their mean, and the sum of the outer products of their deviations from it."""
+    """Number of rows, their mean, and the sum of outer products of deviations from the mean."""
 
     num: int
     mean: FloatArray
@@ -42,7 +45,7 @@ class Moments:
 
     @property
     def covariance(self) -> FloatArray:
-        """Unbiased, as every implementation of FID takes it."""
+        """The unbiased covariance, as in all implementations of FID."""
         if self.num < 2:
             raise ValueError(f"a covariance of {self.num} rows")
         return self.scatter / (self.num - 1)
@@ -50,16 +53,19 @@ class Moments:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gaussian:
-    """Statistics that another tool saved: their number of rows is unknown, so they can be compared and not merged."""
+    """Statistics saved by another tool.
+
+    The number of rows is unknown, so that they can be compared but not merged.
+    """
 
     mean: FloatArray
     covariance: FloatArray
 
 
 def moments(features: Features | Iterable[Features]) -> Moments:
-    """Of rows in their order, from one array or from several that follow each other.
+    """Return the moments of the rows of one array, or of several arrays in order.
 
-    NaN and infinity are refused here, because a distance to them may well be a number.
+    Raises for NaN and infinity, because a distance to them may still be a finite number.
     """
     parts = [features] if isinstance(features, np.ndarray) else features
     total: Moments | None = None
@@ -69,12 +75,12 @@ def moments(features: Features | Iterable[Features]) -> Moments:
         part = Moments(num=len(block), mean=mean, scatter=block.T @ block)
         total = part if total is None else _merge(total, part)
     if total is None:
-        raise ValueError("features of no rows")
+        raise ValueError("features without rows")
     return total
 
 
 def _iter_blocks(parts: Iterable[Features]) -> Iterator[FloatArray]:
-    """Rows of all parts in blocks of one size, the last one shorter: a block knows nothing of where one part ended."""
+    """Yield the rows of all parts in blocks of one size; only the last block may be shorter."""
     block = np.empty((0, 0))
     num = 0
     for part in parts:
@@ -95,7 +101,7 @@ def _iter_blocks(parts: Iterable[Features]) -> Iterator[FloatArray]:
 
 
 def check_features(features: Features) -> Features:
-    """The same features, known to be rows of finite numbers."""
+    """Return the features; raise unless they are rows of finite numbers."""
     if features.ndim != 2 or not features.shape[1]:
         raise ValueError(f"features of shape {features.shape}, expected (rows, dimensions)")
     if not np.isfinite(features).all():
@@ -104,7 +110,7 @@ def check_features(features: Features) -> Features:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """The moments of all rows of the parts, in this order (Chan, Golub and LeVeque 1979)."""
+    """Merge the moments of parts, in this order (Chan, Golub and LeVeque 1979)."""
     return reduce(_merge, parts)
 
 

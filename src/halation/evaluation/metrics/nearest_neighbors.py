@@ -1,12 +1,14 @@
 """Nearest neighbours of features: precision and recall, most and least similar images.
 
-Precision, recall, density and coverage are those of Kynkaanniemi et al. 2019 and Naeem et al. 2020. An image's ball
-reaches to its k-th nearest neighbour in its own set. Precision: the share of generated images in some ball of the
-reference; recall: the share of the reference in some ball of the generated; density: how many balls of the reference a
-generated image lies in, on average, divided by k; coverage: the share of reference balls with a generated image in
-them. The border belongs to the ball.
+Precision, recall, density and coverage are those of Kynkaanniemi et al. 2019 and Naeem et al. 2020. The ball of an
+image has the distance to its k-th nearest neighbour in its own set as radius, and includes its border.
 
-Distances are made a tile at a time in float64, so that fifty thousand images need no more memory than a thousand.
+- Precision: the share of generated images in any ball of the reference.
+- Recall: the share of reference images in any ball of the generated images.
+- Density: the mean number of reference balls that a generated image is in, divided by k.
+- Coverage: the share of reference balls that contain a generated image.
+
+Distances are computed tile by tile in float64, so that memory does not grow with the square of the number of images.
 """
 
 from __future__ import annotations
@@ -23,18 +25,21 @@ from halation.evaluation.metrics.moments import Features, FloatArray, check_feat
 NEAREST_K = 3
 TILE_SIZE = 2048
 BORDER_TOLERANCE = 1e-12
-"""Of the squared lengths of two rows: what lies beyond the border by less lies on it.
+"""Tolerance of the border of a ball, relative to the squared lengths of two rows.
 
-Without it copies of the reference would be outside by chance.
+Without it, rounding could put copies of reference images outside.
 """
 NUM_SHOWN = 24
 MAX_CPU_MULTIPLY_ADDS = 10**12
-"""Multiply-adds of the search for similar images, about a minute of one thread: the report shows them unasked."""
+"""Limit of multiply-adds for the nearest and farthest images on a CPU, about a minute of one thread.
+
+The limit exists because every report includes them by default.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrdcScores:
-    """Shares between 0 and 1, but for density, which may be larger."""
+    """Shares between 0 and 1, except density, which may be larger."""
 
     precision: float
     recall: float
@@ -46,7 +51,7 @@ class PrdcScores:
 def prdc(
     reference: Features, generated: Features, *, nearest_k: int = NEAREST_K, device: str = "cpu", tile: int = TILE_SIZE
 ) -> PrdcScores:
-    """Of generated images against a reference; each set needs more than `nearest_k` rows."""
+    """Compare generated images with a reference; each set needs more than `nearest_k` rows."""
     if reference.shape[1:] != generated.shape[1:]:
         raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
     if not 1 <= nearest_k < min(len(reference), len(generated)):
@@ -85,7 +90,7 @@ def _fraction(flags: torch.Tensor) -> float:
 
 
 class TiledFeatures:
-    """Features on a device in the precision they came in; a tile of them in float64."""
+    """Features on a device in their original precision; tiles are converted to float64."""
 
     def __init__(self, features: Features, device: str, tile: int) -> None:
         self._rows = torch.from_numpy(features).to(device)
@@ -93,19 +98,22 @@ class TiledFeatures:
         self.num = len(features)
 
     def tiles(self, first: int = 0) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Where a tile lies, its rows, and their squared lengths."""
+        """Yield the slice of each tile, its rows, and their squared lengths."""
         for start in range(first, self.num, self._tile):
             rows = self._rows[start : start + self._tile].double()
             yield slice(start, start + len(rows)), rows, rows.square().sum(dim=1)
 
 
 def _squared_radii(rows: TiledFeatures, nearest_k: int) -> torch.Tensor:
-    """Of every row's ball. A tile serves the rows on both of its sides, so half of them are made."""
+    """Return the squared radius of the ball of every row.
+
+    Distances are symmetric, so that only half of the tiles are computed.
+    """
     nearest: dict[int, torch.Tensor] = {}
 
     def update_nearest(start: int, distances: torch.Tensor) -> None:
         known = [nearest[start]] if start in nearest else []
-        # A tile may have fewer columns than there are neighbours to keep: the smallest of all so far, however few.
+        # A tile may have fewer columns than neighbours to keep; `_smallest` then returns fewer.
         candidates = torch.cat([*known, _smallest(distances, nearest_k)], dim=1)
         nearest[start] = _smallest(candidates, nearest_k)
 
@@ -113,7 +121,7 @@ def _squared_radii(rows: TiledFeatures, nearest_k: int) -> torch.Tensor:
         for theirs, others, other_lengths in rows.tiles(mine.start):
             distances = squared_distances(values, others, lengths, other_lengths)
             if theirs.start == mine.start:
-                distances.fill_diagonal_(torch.inf)  # a row is no neighbour of itself
+                distances.fill_diagonal_(torch.inf)  # a row is not its own neighbour
             else:
                 update_nearest(theirs.start, distances.T)
             update_nearest(mine.start, distances)
@@ -121,7 +129,7 @@ def _squared_radii(rows: TiledFeatures, nearest_k: int) -> torch.Tensor:
 
 
 def _smallest(values: torch.Tensor, num: int) -> torch.Tensor:
-    """The lowest of every row, in order."""
+    """Return the `num` lowest values of every row, in order."""
     return values.topk(min(num, values.shape[1]), dim=1, largest=False, sorted=True).values
 
 
@@ -132,7 +140,10 @@ def squared_distances(
     other_lengths: torch.Tensor,
     length_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Of every pair of rows, never below 0; to rounding of the lengths, so those of equal rows are only nearly 0."""
+    """Return the squared distance of every pair of rows, at least 0.
+
+    The error is that of rounding the squared lengths, so that the distance of equal rows is only close to 0.
+    """
     lengths = (one_lengths[:, None] + other_lengths).mul_(length_scale)
     return lengths.addmm_(one, other.T, alpha=-2.0).clamp_(min=0.0)
 
@@ -140,7 +151,10 @@ def squared_distances(
 def nearest_distances(
     reference: Features, generated: Features, *, device: str = "cpu", tile: int = TILE_SIZE
 ) -> FloatArray:
-    """The euclidean distance of every generated row to its nearest reference row; 0 for a copy, to the bit."""
+    """Return the Euclidean distance of every generated row to its nearest reference row.
+
+    The distance of a copy is exactly 0.
+    """
     if reference.shape[1:] != generated.shape[1:]:
         raise ValueError(f"features of shapes {reference.shape} and {generated.shape}")
     reference_tiles, generated_tiles = (
@@ -157,7 +171,7 @@ def nearest_distances(
                 min_distance = torch.where(nearer, distances, min_distance)
                 nearest_index = torch.where(nearer, places + theirs.start, nearest_index)
             nearest[mine] = nearest_index.cpu().numpy()
-    # Tiles say which row is nearest; how far it is they know only to the rounding of squared lengths.
+    # Distances from tiles have the rounding error of squared lengths: compute those of the nearest rows exactly.
     exact = np.empty(generated_tiles.num, np.float64)
     for start in range(0, generated_tiles.num, tile):
         block = slice(start, start + tile)
@@ -175,9 +189,9 @@ def find_extremes(
     device: str = "cpu",
     num_shown: int = NUM_SHOWN,
 ) -> dict[str, Any]:
-    """The generated images nearest to the reference and farthest from it, each with its distance.
+    """Return the generated images nearest to and farthest from the reference, with distances.
 
-    The nearest show what was copied, the farthest what went wrong. Equal distances are in the order of the index.
+    The nearest images show copies, the farthest show failures. Equal distances are sorted by index.
     """
     if device == "cpu" and reference.size * len(generated) > MAX_CPU_MULTIPLY_ADDS:
         return {"left_out": f"{len(generated)} images against {len(reference)} take too long without a GPU"}

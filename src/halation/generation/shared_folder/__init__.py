@@ -1,1 +1,1 @@
-"""`--cluster files`: several commands on one folder, without a network between them."""
+"""`--cluster files`: several commands on one shared folder, without a network connection."""

@@ -1,8 +1,8 @@
-"""Leases on ranges of batches, for commands that share a folder and nothing else.
+"""Leases on ranges of batches, for commands that share only a folder.
 
-A lease is a name in `leases/` that only one process can create; it is a hard link to its owner's card, so touching the
-card keeps all of an owner's leases alive. One that was not touched for `lease_s` is taken over. If its owner was only
-suspended, a batch is drawn twice, to the same bits.
+A lease is a file in `leases/` that only one process can create. It is a hard link to its owner's owner file
+(`.{process}.card`), so touching the owner file keeps all leases of that owner alive. A lease that was not touched for
+`lease_s` is taken over. If its owner was only suspended, a batch is generated twice, with the same bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from halation.work_division import BatchPlan
 log = logging.getLogger(__name__)
 
 MAX_RANGES = 4096
-"""At the end others wait for the last range, so ranges are short; a claim takes milliseconds, so they can be."""
+"""Many short ranges: at the end, processes wait for the last range, and a claim takes only milliseconds."""
 POLL_S = 1.0
 
 
 class BatchRanges:
-    """Batches cut into at most 4096 ranges by number: a function of the plan alone, equal in all processes."""
+    """Splits the batches into at most 4096 ranges.
+
+    The split depends only on the plan, so that it is the same in all processes.
+    """
 
     def __init__(self, batches: BatchPlan) -> None:
         self.num_batches = len(batches)
@@ -54,16 +57,19 @@ class BatchRanges:
         return range(number * self.size, min((number + 1) * self.size, self.num_batches))
 
     def lease_name(self, number: int) -> str:
-        """By its first and last batch: a later command with a longer plan may cut other ranges."""
+        """Return a name made of the first and last batch of the range.
+
+        A later command with a longer plan may split the batches into other ranges.
+        """
         batches = self.batches(number)
         return f"{batches.start:07d}-{batches.stop - 1:07d}.json"
 
     def unfinished_ranges(self, ledger: SharedLedger) -> list[int]:
-        """Ranges with a row left to draw."""
+        """Return the ranges with unfinished rows."""
         return self.find_ranges(ledger.unfinished_indices())
 
     def find_ranges(self, rows: npt.ArrayLike) -> list[int]:
-        """The ranges these rows are in, ascending, each once."""
+        """Return the ranges that contain these rows, ascending and unique."""
         numbers = self._range_of_row[np.asarray(rows, dtype=np.int64)]
         found: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(self))).tolist()
         return found
@@ -71,7 +77,7 @@ class BatchRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseInfo:
-    """A lease as it was found: its owner, when it was last touched, and after how many seconds it expires."""
+    """The content of a lease: owner token, time of the last touch, seconds until it expires."""
 
     token: str
     touched_at: float
@@ -79,7 +85,7 @@ class LeaseInfo:
 
 
 class Leases:
-    """The claims of one process; it calls `release` at its end."""
+    """The leases of one process, which calls `release` when it ends."""
 
     def __init__(
         self,
@@ -91,7 +97,11 @@ class Leases:
         on_refresh: Callable[[], None] = lambda: None,
         print_line: Callable[[str], None] = log.info,
     ) -> None:
-        """`num_batches_wanted` batches keep the workers busy; `on_refresh` is called when others' outcomes are read."""
+        """Create the owner file of this process.
+
+        `num_batches_wanted` is the number of batches that keeps the workers busy. `on_refresh` is called when outcomes
+        of other processes were read.
+        """
         self.ledger = ledger
         self.ranges = ranges
         self.lease_s = lease_s
@@ -107,13 +117,13 @@ class Leases:
         self._touched_at = time.monotonic()
         self._next_poll_at = 0.0
         self._is_waiting = False
-        # Apart from each other, so that processes seldom meet; in order from there.
+        # Processes start at different ranges, so that they rarely compete for the same one.
         self._first_range = zlib.crc32(self.process.token.encode()) % max(1, len(ranges))
 
-    # -- what the supervisor asks
+    # -- called by the supervisor
 
     def heartbeat(self) -> None:
-        """Touch the card, and let go of what is finished or was taken over, four times in a lease."""
+        """Four times per `lease_s`, touch the owner file and drop finished or lost ranges."""
         if time.monotonic() - self._touched_at < self.lease_s / 4:
             return
         self._touch()
@@ -122,12 +132,13 @@ class Leases:
             if self._read_owner(self._lease_path(number)) != self.process.token:
                 self.held_ranges.discard(number)
                 log.warning(
-                    "batches %s were taken over: this process was silent for too long", self._lease_path(number).stem
+                    "another process took over batches %s: this process sent no heartbeat in time",
+                    self._lease_path(number).stem,
                 )
         self._release_finished()
 
     def next_batches(self) -> Sequence[int] | None:
-        """Batches of ranges that are claimed now; none while others hold what is left; None where nothing is left."""
+        """Claim ranges and return their batches; empty while others hold the rest, None if done."""
         if time.monotonic() < self._next_poll_at and self.ledger.unfinished_indices().size:
             return ()
         self._refresh()
@@ -137,24 +148,24 @@ class Leases:
             return None
         claimed = self._claim_ranges([number for number in left if number not in self.held_ranges])
         if claimed:
-            # A range that became free just now may hold what its last owner had finished by then.
+            # The previous owner of a range may have finished some of its batches.
             self._refresh()
         else:
             self._schedule_poll(len(left))
         return [batch for number in claimed for batch in self.ranges.batches(number)]
 
     def _schedule_poll(self, num_left: int) -> None:
-        """All that is left is being drawn, here or elsewhere."""
+        """Poll again later: all remaining ranges are claimed, here or by other processes."""
         self._next_poll_at = time.monotonic() + min(POLL_S, self.lease_s / 4)
         if not self.held_ranges and not self._is_waiting:
             self._is_waiting = True
             self.print_line(
-                f"waiting: other processes draw the last {num_left} of {len(self.ranges)} ranges of batches; "
-                f"one that is silent for {self.lease_s:g} s is taken over"
+                f"waiting: other processes generate the last {num_left} of {len(self.ranges)} ranges of batches; "
+                f"a range without a heartbeat for {self.lease_s:g} s is taken over"
             )
 
     def release(self) -> None:
-        """Let go of everything."""
+        """Release all leases and remove the owner file."""
         for number in sorted(self.held_ranges):
             self._release_range(number)
         with contextlib.suppress(OSError):
@@ -167,14 +178,14 @@ class Leases:
             self.on_refresh()
 
     def _release_finished(self) -> list[int]:
-        """Its outcomes are on disk before its lease is gone; returns the ranges that are not finished."""
+        """Release the finished ranges, whose outcomes are on disk; return the unfinished ranges."""
         left = self.ranges.unfinished_ranges(self.ledger)
         for number in sorted(self.held_ranges.difference(left)):
             self._release_range(number)
         return left
 
     def _remove_stale_leases(self) -> None:
-        """Nothing is left to draw: remove leases that dead processes left on finished images."""
+        """Remove leases that dead processes left on finished ranges; called when nothing is left."""
         failed = [row.request.spec.index for row in self.ledger.failed_rows()]
         kept_names = {self.ranges.lease_name(number) for number in self.ranges.find_ranges(failed)}
         self.folder.mkdir(exist_ok=True)
@@ -186,7 +197,7 @@ class Leases:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _remove_dead_owner_files(self) -> None:
-        """Remove cards of processes of this machine that were killed when they held no lease."""
+        """Remove owner files of dead processes of this machine."""
         for path in self.folder.glob(f".*{OWNER_FILE_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 owner = json.loads(path.read_bytes())
@@ -219,7 +230,10 @@ class Leases:
         return claimed
 
     def _take_over(self, path: Path, now: float) -> bool:
-        """Move an expired lease away and create it anew. `now` is the file system's time: clocks may disagree."""
+        """Rename an expired lease away and create it again; return True on success.
+
+        `now` is the time of the file system, because the clocks of machines may differ.
+        """
         lease = read_lease(path)
         silent_s = now - lease.touched_at
         if silent_s <= (lease.lease_s or self.lease_s) and lease.token != self.process.token:
@@ -232,23 +246,24 @@ class Leases:
         except FileNotFoundError:
             return False
         try:
-            if self._read_owner(moved_path) != lease.token:  # another process took it over: this is its new lease
+            if self._read_owner(moved_path) != lease.token:  # another process was faster: put its new lease back
                 link_once(moved_path, path)
                 return False
         finally:
             moved_path.unlink(missing_ok=True)
         if not self._link_owner_file(path):
             return False
-        if lease.token != self.process.token:  # its own name where it holds nothing: the answer to creating it was lost
+        # Our own token means that the reply to creating this lease was lost: not a takeover.
+        if lease.token != self.process.token:
             self.num_taken_over += 1
-            log.warning("batches %s are taken over: their owner was silent for %.0f s", path.stem, silent_s)
+            log.warning("taking over batches %s: no heartbeat of their owner for %.0f s", path.stem, silent_s)
         return True
 
     def _lease_path(self, number: int) -> Path:
         return self.folder / self.ranges.lease_name(number)
 
     def _touch(self) -> float:
-        """Keep this process's leases alive; returns the time the file system gave."""
+        """Keep the leases of this process alive; return the time of the file system."""
         self._touched_at = time.monotonic()
         if not self._owner_file.exists():
             self._restore_owner_file()
@@ -264,9 +279,9 @@ class Leases:
             return link_once(self._owner_file, path)
 
     def _restore_owner_file(self) -> None:
-        """Write the card again, which another process or a user removed, and claim again what is free.
+        """Write the owner file again after another process or a user removed it, and claim again.
 
-        Leases that are still there are links to another file than the new card, which is not touched: they expire.
+        Existing leases link to the old owner file, which is no longer touched, so they are given up and expire.
         """
         self._write_owner_file()
         for number in sorted(self.held_ranges):
@@ -274,7 +289,7 @@ class Leases:
                 self.held_ranges.discard(number)
 
     def _write_owner_file(self) -> None:
-        self.folder.mkdir(exist_ok=True)  # never the ledger's own folder: without that the command ends
+        self.folder.mkdir(exist_ok=True)  # not parents: without the ledger folder, the command must end
         process = self.process
         owner = {"host": process.host, "pid": process.pid, "token": process.token, "lease_s": self.lease_s}
         self._owner_file.write_text(json.dumps(owner))
@@ -284,7 +299,7 @@ class Leases:
 
 
 def read_lease(path: Path) -> LeaseInfo:
-    """What stands there; opened, because NFS may answer from memory what is only asked by name."""
+    """Read a lease; the file is opened because NFS may answer a stat from its cache."""
     try:
         with open(path, "rb") as file:
             touched_at = os.fstat(file.fileno()).st_mtime
@@ -294,5 +309,5 @@ def read_lease(path: Path) -> LeaseInfo:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return LeaseInfo(token="", touched_at=math.inf, lease_s=0.0)
-    except (ValueError, KeyError, TypeError, RecursionError):  # not readable: it expires
+    except (ValueError, KeyError, TypeError, RecursionError):  # invalid content: it expires
         return LeaseInfo(token="?", touched_at=touched_at, lease_s=0.0)

@@ -1,8 +1,8 @@
 """The ledger of a shared folder: each process appends to one JSONL file and reads all.
 
-Shared file systems keep neither SQLite's locks nor its mapped memory, but they all append to a file with one writer,
-and create a name at most once (`create_once`). The SQLite tables here are a private index, built by each process from
-the prompt file.
+Shared file systems support neither SQLite's locks nor its memory mapping, but all support appending to a file with a
+single writer and creating a name at most once (`create_once`). The SQLite tables here are a private index that each
+process builds from the prompt file.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from halation.runs.run_folder import create_once, sync_path
 log = logging.getLogger(__name__)
 
 SHARED_LEDGER = ledger.LEDGER_NAMES["files"]
-"""Folder of the ledgers of commands that share a run; one command alone has its ledger in one file."""
+"""Folder of the ledger files of commands that share a run; a single command has its ledger in one file."""
 LEASES_FOLDER = "leases"
-"""Inside the folder of the ledgers."""
+"""Subfolder of the ledger folder."""
 OWNER_FILE_SUFFIX = ".card"
-"""Of the file in LEASES_FOLDER that a process touches as long as it runs."""
+"""Suffix of the file in LEASES_FOLDER that a process touches while it runs."""
 CHUNK_BYTES = 1 << 24
 DIGEST_BYTES = 8
 NUM_SHOWN = 5
-# What a plan is recognised by, in this order for good: folders outlive versions.
+# The columns that identify a plan. Their order must never change, because folders outlive versions.
 PLAN_COLUMNS = "picture, name, id, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Who this is among processes of many machines, whose numbers may be equal and return."""
+    """Identifies a process among many machines, where process ids may coincide or be reused."""
 
     host: str = field(default_factory=lambda: re.sub(r"[^A-Za-z0-9_]+", "-", socket.gethostname()).strip("-") or "host")
     pid: int = field(default_factory=os.getpid)
@@ -62,13 +62,13 @@ class ProcessIdentity:
 
 
 class SharedLedger(ledger.Ledger):
-    """The rows of the plan with everybody's outcomes, as far as they were read."""
+    """The rows of the plan with the outcomes of all processes, as of the last refresh."""
 
     def __init__(self, folder: Path, process: ProcessIdentity) -> None:
         self.folder = folder
         self.process = process
         self.num_by_others = {"done": 0, "failed": 0}
-        """What others did since this process began."""
+        """Outcomes of other processes since this one started."""
         self._outcome_files = OutcomeFiles(folder)
         self._settled_mask: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._has_refreshed = False
@@ -78,12 +78,12 @@ class SharedLedger(ledger.Ledger):
         self._num_bytes = 0
 
     def _open(self) -> None:
-        self.connection = sqlite3.connect("", isolation_level=None)  # a temporary file that SQLite removes by itself
+        self.connection = sqlite3.connect("", isolation_level=None)  # a temporary file that SQLite removes itself
         self._is_intact = True
         ledger.create_tables(self.connection)
 
     def _write_digest(self) -> None:
-        """The private index is gone with its process."""
+        """Do nothing: the private index is deleted with its process."""
 
     def close(self) -> None:
         super().close()
@@ -94,7 +94,7 @@ class SharedLedger(ledger.Ledger):
     # -- the plan
 
     def agree_on_plan(self) -> None:
-        """Refuse a plan that is not the folder's own or its continuation; the first process writes it down."""
+        """Raise unless this plan equals or extends the plans in the folder; write it if it is new."""
         own = self._plan_digests()
         self._check_known_plans(own)
         create_once(self.folder / _plan_file_name(len(own)), own + _plan_checksum(own))
@@ -102,7 +102,7 @@ class SharedLedger(ledger.Ledger):
         self._settled_mask = np.zeros(self.num_planned, dtype=np.bool_)
 
     def has_longer_plan(self) -> bool:
-        """Whether a later command has planned more than this one."""
+        """Return True if another command has planned more rows than this one."""
         return any(path.name > _plan_file_name(self.num_planned * DIGEST_BYTES) for path in self.folder.glob("plan-*"))
 
     def _plan_digests(self) -> bytes:
@@ -116,7 +116,7 @@ class SharedLedger(ledger.Ledger):
                 raise InputError(
                     f"fewer prompts than before: the folder holds a plan of {len(known) // DIGEST_BYTES}, "
                     f"this command one of {len(own) // DIGEST_BYTES}",
-                    "the same prompts as before, or more behind them",
+                    "the same prompts as before, with new ones only at the end",
                     "use the old list, or another --output_dir",
                 )
             if not own.startswith(known):
@@ -127,20 +127,23 @@ class SharedLedger(ledger.Ledger):
         specs = [request.spec for request in self.requests(different[:NUM_SHOWN].tolist())]
         lines = "\n".join(f"  row {spec.index + 1}: now {spec.prompt!r} with seed {spec.seed}" for spec in specs)
         raise InputError(
-            f"{len(different)} prompts are not those this folder was begun with:\n{lines}",
-            "the same prompts as before, or more behind them",
+            f"{len(different)} prompts differ from those this folder was started with:\n{lines}",
+            "the same prompts as before, with new ones only at the end",
             "use the old list, or another --output_dir",
         )
 
     def agree_on_fact(self, name: str, value: Any) -> Any:
-        """Write down what was found out on the way, with its CRC-32, and return what the first process wrote."""
+        """Write a fact found at run time, with its CRC-32; return the value of the first process."""
         path, text = self.folder / name, json.dumps(value)
         return parse_fact(path, create_once(path, f"{text}\ncrc32 {zlib.crc32(text.encode())}\n".encode()))
 
     # -- the outcomes
 
     def unfinished_indices(self) -> ledger.Indices:
-        """Rows to draw: open ones, and those that failed before this process began; later failures are final."""
+        """Return the rows to generate: open, or failed before this process started.
+
+        Later failures are final for this process.
+        """
         return np.flatnonzero(~self._settled_mask).astype(np.int64)
 
     def record(self, outcomes: Iterable[ledger.ImageOutcome]) -> None:
@@ -151,7 +154,10 @@ class SharedLedger(ledger.Ledger):
         super().record(outcomes)
 
     def _append(self, lines: bytes) -> None:
-        """Append all lines or, as far as a full disk allows, none: others read whole lines, and a retry starts anew."""
+        """Append all lines or, on an error such as a full disk, none.
+
+        Other processes read whole lines only, and a retry writes all lines again.
+        """
         try:
             fault_point("shared.append")
             rest = memoryview(lines)
@@ -172,13 +178,19 @@ class SharedLedger(ledger.Ledger):
                 self._settled_mask[outcome.index] = True
 
     def mark_open(self, indices: Iterable[int]) -> None:
-        """Every process looks for damage itself, so only the image's next outcome is written for the others."""
+        """Set rows back to open in this process only.
+
+        Every process looks for damage itself; the others read the next outcome of the image.
+        """
         indices = list(indices)
         self._settled_mask[indices] = False
         super().mark_open(indices)
 
     def refresh(self) -> bool:
-        """Read what others wrote since the last call; True if there was anything. The first call reads earlier runs."""
+        """Read the outcomes that others wrote since the last call; return True if there were any.
+
+        The first call reads the outcomes of earlier runs.
+        """
         changed = False
         for name in self._outcome_files.names():
             if name == self.path.name:
@@ -186,7 +198,7 @@ class SharedLedger(ledger.Ledger):
             for read, num_damaged in self._outcome_files.read_new(name):
                 changed = True
                 for _ in range(num_damaged):
-                    log.warning("%s has a line that is no outcome; its image is drawn again", name)
+                    log.warning("%s has an invalid line; its image is generated again", name)
                 # A later command with a longer plan may have more rows.
                 outcomes = [outcome for outcome in read if outcome.index < len(self._settled_mask)]
                 if self._has_refreshed:
@@ -203,12 +215,12 @@ class SharedLedger(ledger.Ledger):
 
 
 class OutcomeFiles:
-    """The outcome files of all processes that share a folder: each line is given once."""
+    """Reads the outcome files of all processes that share a folder; returns each line once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.last_modified = 0.0
-        """Of the newest file that was read."""
+        """Modification time of the newest file that was read."""
         self._offsets: dict[str, int] = {}
 
     def names(self) -> list[str]:
@@ -216,9 +228,12 @@ class OutcomeFiles:
         return sorted(name for name in names if name.endswith(".jsonl") and not name.startswith("."))
 
     def read_new(self, name: str) -> Iterator[tuple[list[ledger.ImageOutcome], int]]:
-        """The outcomes in whole lines behind those that were read, and the number of damaged lines; in pieces."""
+        """Yield the new outcomes in chunks, each with its number of damaged lines.
+
+        Only complete lines are read.
+        """
         try:
-            # Opened anew each time: that is when NFS looks at what others wrote.
+            # Opened again each time, because NFS checks for new content when a file is opened.
             with open_regular_file(self.folder / name, within=self.folder) as file:
                 while True:
                     offset = self._offsets.get(name, 0)
@@ -233,12 +248,12 @@ class OutcomeFiles:
                     outcomes = [outcome for line in lines if (outcome := _parse_outcome(line)) is not None]
                     yield outcomes, len(lines) - len(outcomes)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS's word for one that is gone
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: removed, on NFS
                 raise
 
 
 def _parse_outcome(line: bytes) -> ledger.ImageOutcome | None:
-    """None for a line that a power cut left, or that holds values no process writes."""
+    """Parse one line; return None if it is damaged or has invalid values."""
     try:
         values: dict[str, Any] = json.loads(line)
         check = values.pop("check", None)
@@ -251,13 +266,13 @@ def _parse_outcome(line: bytes) -> ledger.ImageOutcome | None:
 
 
 def _outcome_line(outcome: ledger.ImageOutcome) -> bytes:
-    """One line of a process's outcomes, with a CRC-32 of what stands before it."""
+    """Return the line of an outcome, with a CRC-32 of the values before it."""
     text = json.dumps(asdict(outcome))
     return f'{text[:-1]}, "check": {zlib.crc32(text.encode())}}}\n'.encode()
 
 
 def parse_fact(path: Path, data: bytes) -> Any:
-    """The value in a file of `agree_on_fact`; earlier versions wrote no checksum."""
+    """Return the value in a file of `agree_on_fact`; earlier versions wrote no checksum."""
     text, _, check = data.partition(b"\n")
     if check and check != b"crc32 %d\n" % zlib.crc32(text):
         raise damaged_file_error(path)
@@ -268,7 +283,10 @@ def parse_fact(path: Path, data: bytes) -> Any:
 
 
 def read_plan_digests(path: Path) -> bytes:
-    """A digest for each planned row; behind them stands a CRC-32 of all, which earlier versions did not write."""
+    """Return the digests of the planned rows.
+
+    A CRC-32 of all digests follows them; earlier versions did not write it.
+    """
     data = path.read_bytes()
     number = path.stem.removeprefix("plan-")
     num_bytes = int(number) * DIGEST_BYTES if number.isdecimal() else -1
@@ -286,12 +304,15 @@ def damaged_file_error(path: Path) -> InputError:
 
 
 def _plan_checksum(digests: bytes) -> bytes:
-    """Shorter than a digest: the number of planned rows follows from the size of the file."""
+    """Return the CRC-32 of the digests.
+
+    It is shorter than a digest, so that the number of rows still follows from the file size.
+    """
     return zlib.crc32(digests).to_bytes(4, "little")
 
 
 def count_planned_rows(folder: Path) -> int:
-    """The number of rows in the longest plan, by the sizes of the files alone; 0 where there is none."""
+    """Return the number of rows in the longest plan, from the file sizes; 0 without a plan."""
     sizes = [path.stat().st_size for path in folder.glob("plan-*.digests")]
     return max(sizes, default=0) // DIGEST_BYTES
 

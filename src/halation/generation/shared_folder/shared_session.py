@@ -1,14 +1,14 @@
 """`halation generate --cluster files`: one of several processes that share a folder.
 
-    config.json                     the first process's, once and for good
-    ledger/{host}-{pid}-{token}.jsonl   outcomes, one file a process
-    ledger/plan-*.digests           what was planned, to recognise it by
-    ledger/leases/                  ranges of batches that are being drawn
-    ledger/{fact}.json              what was found out on the way: the first word counts for all
-    ledger/*.summary.json           what each process did
+    config.json                         written once, by the first process
+    ledger/{host}-{pid}-{token}.jsonl   outcomes, one file per process
+    ledger/plan-*.digests               digests of the planned rows, to compare plans
+    ledger/leases/                      ranges of batches in progress
+    ledger/{fact}.json                  facts found at run time; the first value counts for all
+    ledger/*.summary.json               summary of each process
 
-Every process with `--verify` checks everything before it draws. Give it to one process alone where reading the folder
-takes long.
+Every process with `--verify` checks all images before it generates. If reading the folder takes long, give `--verify`
+to one process only.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ FACT_FILES = {"micro batch": "micro_batch.json", "painter": "painter.json", "com
 GPU_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
 PROCESS_SUMMARY_FILE = "{process}.summary.json"
 MAX_RESULT_WRITES = 3
-"""One who stops early does not wait until the others have no more news."""
+"""Limits the rewrites of the results of a process that ends while others still record outcomes."""
 
 
 def run_shared(
     config: GenerateConfig, prompts: PromptFile, model_ref: ModelRef, slots: list[local_pool.WorkerSlot]
 ) -> int:
-    """Draw, together with other processes, until nothing of the whole plan is missing."""
+    """Generate together with other processes until no image of the plan is missing."""
     folder = config.output_dir
     if (folder / LEDGER_FILE).exists():
         raise begun_alone_error(folder)
@@ -97,16 +97,17 @@ def _run_process(
 
 def begun_alone_error(folder: Path) -> InputError:
     return InputError(
-        f"{folder} was begun by one command alone (it has, or is about to have, a {LEDGER_FILE})",
-        "a folder that was begun with --cluster files, or an empty one",
-        "leave --cluster files out to go on there, or choose another --output_dir",
+        f"{folder} was started without --cluster files (it has, or is about to have, a {LEDGER_FILE})",
+        "a folder that was started with --cluster files, or an empty one",
+        "omit --cluster files to continue there, or choose another --output_dir",
     )
 
 
 def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[int, ...]:
-    """The GPUs of this task where all of srun's tasks of a machine see all GPUs: task k takes k, k + tasks ...
+    """Return the GPUs of this srun task if all tasks of a machine see all GPUs.
 
-    Empty where there is nothing to share: one task a machine, one GPU each, or tasks that SLURM bound to GPUs.
+    With n tasks, task k takes the GPUs k, k + n, k + 2n, and so on. Empty if there is nothing to divide: one task per
+    machine, one GPU, or tasks that SLURM bound to GPUs.
     """
     num_tasks, task = num_local_slurm_tasks(environment), int(environment.get("SLURM_LOCALID", "0"))
     is_bound = any(environment.get(name, "none") != "none" for name in GPU_BINDING_VARIABLES)
@@ -114,15 +115,18 @@ def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[in
         return ()
     if task >= num_gpus:
         raise InputError(
-            f"task {task} of {num_tasks} on a machine that shows {num_gpus} GPUs",
-            "at most one task a GPU",
-            f"start at most {num_gpus} tasks a node (--ntasks-per-node), or say with --gpu_ids what each is to use",
+            f"task {task} of {num_tasks} on a machine with {num_gpus} GPUs",
+            "at most one task per GPU",
+            f"start at most {num_gpus} tasks per node (--ntasks-per-node), or set --gpu_ids for each task",
         )
     return tuple(range(task, num_gpus, num_tasks))
 
 
 def num_local_slurm_tasks(environment: Mapping[str, str]) -> int:
-    """How many of srun's tasks run on this machine, from lists such as 4(x2),3; 1 outside srun."""
+    """Return the number of srun tasks on this machine; 1 outside srun.
+
+    SLURM gives the tasks per node as a list such as 4(x2),3.
+    """
     task_list = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     nodes = [
         int(tasks)
@@ -154,14 +158,20 @@ class SharedSession(GenerationSession):
     # -- before
 
     def _check_ledger(self, prompts: PromptFile) -> None:
-        """The index of rows is made anew by each process; what several commands wrote is checked line by line."""
-        # Images first: other processes plan before they draw, so images without a plan after them are of no run here.
+        """Raise if the folder holds results but no plan.
+
+        There is nothing to repair: each process builds its own index, and outcome lines are checked as they are read.
+        """
+        # List images before plans: processes plan before they generate, so images without a plan have no run here.
         found = find_result_file(self.folder)
         if found and not any(self.ledger.folder.glob("plan-*")):
             raise lost_ledger_error(self.folder, found, f"{shared_ledger.SHARED_LEDGER}/")
 
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
-        """config.json as its first writer made it: it binds from then on, because others may be drawing by it."""
+        """Create config.json, or check the settings against the existing one.
+
+        It is never changed, because other processes may be using it.
+        """
         config, run = self.config, runs.RunFolder(self.folder)
         coder = config.png if config.png != "auto" else png_codec.fastest_coder()
         new_record = {
@@ -195,7 +205,7 @@ class SharedSession(GenerationSession):
     def _plan(
         self, prompts: PromptFile, has_done_images: bool, folder: Path, unrecorded: Sequence[ImageRequest]
     ) -> None:
-        """Every process plans for itself, to the same rows, and none may add to what another wrote."""
+        """Plan the rows in this process; all processes must arrive at the same plan."""
         with runs.scratch_folder("halation_plan_") as scratch:
             super()._plan(prompts, False, scratch, ())
             self.ledger.agree_on_plan()
@@ -206,7 +216,7 @@ class SharedSession(GenerationSession):
         self.ledger.refresh()
 
     def _remove_temporary_files(self) -> None:
-        """Remove what killed writers left behind: files that were not touched for a lease."""
+        """Remove files of killed writers: those not touched for the duration of a lease."""
         probe = self.ledger.folder / f".{self.process.name}.probe.tmp"
         probe.touch()
         now = probe.stat().st_mtime
@@ -250,7 +260,10 @@ class SharedSession(GenerationSession):
         return self.leases
 
     def _record_facts(self, facts: dict[str, Any]) -> None:
-        """The first process decides: its micro-batch is taken, its model must be ours, another device is a warning."""
+        """Compare facts with those of the first process.
+
+        Its micro-batch is used, its model must be the same, and a different device is a warning.
+        """
         for fact, value in facts.items():
             first_value = self.ledger.agree_on_fact(FACT_FILES[fact], value)
             self.record["fixed"][fact] = first_value
@@ -258,13 +271,15 @@ class SharedSession(GenerationSession):
                 self._check_unchanged(first_value, json.loads(json.dumps(value)))
             elif fact == "computes on" and first_value != value:
                 log.warning(
-                    "this process computes on %s, the first on %s: images round differently on them", value, first_value
+                    "this process computes on %s, the first one on %s: rounding of images differs between them",
+                    value,
+                    first_value,
                 )
 
     # -- after
 
     def _write_results(self, stats: RunStats | None) -> None:
-        """Each process writes what it knows at its end, and again if others recorded outcomes meanwhile."""
+        """Write the results at the end; again if other processes recorded outcomes meanwhile."""
         if stats is not None:
             own = metadata_and_summary.summary_json(self._summarize(stats))
             runs.write_json_atomic(self.ledger.folder / PROCESS_SUMMARY_FILE.format(process=self.process.name), own)
@@ -282,7 +297,7 @@ class SharedSession(GenerationSession):
                 break
 
     def _merge_summaries(self, own: metadata_and_summary.RunSummary) -> metadata_and_summary.RunSummary:
-        """What this process and those that ended since it began did together."""
+        """Merge the summary of this process with those of processes that ended since it started."""
         workers = dict(own.workers)
         read_summaries = [
             self._read_summary(path) for path in self.ledger.folder.glob(PROCESS_SUMMARY_FILE.format(process="*"))
@@ -305,7 +320,7 @@ class SharedSession(GenerationSession):
         )
 
     def _read_summary(self, path: Path) -> dict[str, Any]:
-        """Another process's of this time; empty for an earlier one's."""
+        """Read the summary of another process that ended since this one started; else empty."""
         if (
             path.name == PROCESS_SUMMARY_FILE.format(process=self.process.name)
             or path.stat().st_mtime < self.start_time

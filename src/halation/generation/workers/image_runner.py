@@ -1,8 +1,8 @@
-"""A loaded model on one device: draws batches while the last one is encoded and stored.
+"""Runs a model on one device: generates a batch while the last one is encoded and stored.
 
-`run_batch` and `dry_run` draw in micro-batches of one size, and in smaller ones where memory runs out. `ImageRunner`
-runs a worker's tasks with them: all calls of the model are made on one thread. A batch is begun only when the one
-before the last is stored, so a kill costs the batch being drawn and, while its files are written, the one before it.
+`run_batch` and `dry_run` use micro-batches of one size, and smaller ones if memory runs out. `ImageRunner` runs the
+tasks of a worker with them; all calls of the model are made on one thread. A batch starts only after the batch before
+the last is stored, so a kill loses at most the batch in progress and, while its files are written, the one before it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,23 @@ Result = TypeVar("Result")
 
 
 class ImageModel(Protocol):
-    """What images are drawn with: a diffusers pipeline, a checkpoint of Halation, or the test card."""
+    """A diffusers pipeline, a Halation checkpoint or the test card."""
 
     facts: dict[str, Any]
-    """What the run records about it."""
+    """Facts about the model that the run records."""
 
     def check(self, spec: SampleSpec) -> None:
-        """InputError where it cannot draw such a spec."""
+        """Raise InputError if the model does not support the spec."""
 
     def draw(self, specs: Sequence[SampleSpec], on_step: OnStep) -> PendingImages:
-        """Specs of one shape and guidance; `on_step` is called after each step of the solver."""
+        """Generate images for specs of one shape and guidance scale.
+
+        `on_step` is called after each step of the solver.
+        """
 
 
 def open_model(settings: Mapping[str, Any]) -> ImageModel:
-    """The model of a worker's settings on its device; called on the thread that will draw with it."""
+    """Load the model of a worker on its device; called on the thread that will use it."""
     model = settings["model"]
     if model["kind"] == "testcard":
         return TestPatternModel(PatternTiming(**{name: value for name, value in model.items() if name != "kind"}))
@@ -89,7 +92,7 @@ def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
     from halation.models.denoiser import DiTModel
 
     model = settings["model"]
-    # On another machine the package, and the models in it, may lie elsewhere.
+    # On another machine, the package with its bundled models may be installed elsewhere.
     folder = bundled_folder(model["embedded"] or "") or Path(model["path"])
     denoiser = load_denoiser(folder, raw=settings["raw"], checked=True).to(settings["device"])
     denoiser.keep_text_encoders()
@@ -110,15 +113,15 @@ def _open_checkpoint(settings: Mapping[str, Any]) -> ImageModel:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchResult:
-    """Some rows of a batch that were drawn together."""
+    """The rows of a batch that were generated in one forward."""
 
     rows: range
     result: PendingImages
     micro_batch: int
-    """Images that were really drawn at once, fillers included."""
+    """The micro-batch size used, including padding entries."""
 
     def collect(self, run_on_model_thread: Callable[[Callable[[], Any]], Any]) -> list[Frames | ImageError]:
-        """Wait for the images; those that overflowed in half precision are decoded again in float32."""
+        """Wait for the images; decode those that overflowed in half precision again in float32."""
         results = self.result.collect()[: len(self.rows)]
         overflowed = [row for row, result in enumerate(results) if isinstance(result, NonFiniteImageError)]
         repair = self.result.decode_in_float32
@@ -131,7 +134,7 @@ class MicroBatchResult:
 def run_batch(
     model: ImageModel, batch: SampleBatch, micro_batch: int, rows: Sequence[int], on_step: OnStep
 ) -> list[MicroBatchResult]:
-    """Draw the micro-batches that hold these rows of a batch, in smaller ones where memory runs out."""
+    """Run the micro-batches that contain these rows; smaller ones if memory runs out."""
     for spec in {batch.specs[row].id for row in rows}:
         fault_point(f"paint.{spec}")
     fault_point("paint")
@@ -146,7 +149,7 @@ def run_batch(
 def _run_micro_batch(
     model: ImageModel, batch: SampleBatch, rows: range, micro_batch: int, on_step: OnStep
 ) -> Iterator[MicroBatchResult]:
-    """These rows, padded to `micro_batch`; in two halves where memory runs out, and so on down to one."""
+    """Run these rows, padded to `micro_batch`; halve the size if memory runs out, down to one."""
     specs = [batch.specs[row] for row in rows]
     padded = specs + [specs[-1]] * (micro_batch - len(specs))
     try:
@@ -161,14 +164,17 @@ def _run_micro_batch(
             raise ImageError(f"out of memory with one image at a time: {error}") from error
     free_memory()
     half = -(-micro_batch // 2)
-    log.warning("out of memory with %d images at once: drawing %d at once for this batch", micro_batch, half)
+    log.warning("out of memory with a micro-batch of %d: using %d for this batch", micro_batch, half)
     for part in (rows[:half], rows[half:]):
         if len(part):
             yield from _run_micro_batch(model, batch, part, half, on_step)
 
 
 def dry_run(model: ImageModel, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> int:
-    """Check examples of all shapes; where the micro-batch is not known (0), draw the largest to find what fits."""
+    """Check one example of each shape and return the micro-batch.
+
+    If the micro-batch is not known (0), generate the largest shape to measure how many images fit into memory.
+    """
     for spec in examples:
         try:
             model.check(spec)
@@ -183,7 +189,7 @@ def dry_run(model: ImageModel, examples: Sequence[SampleSpec], batch_size: int, 
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, HalationError) or largest.steps <= 2:
             raise
-    # Some solvers need more steps than two: try again with the requested number.
+    # Some solvers need more than two steps: retry with the requested number.
     return _find_micro_batch(model, largest, batch_size)
 
 
@@ -197,7 +203,7 @@ def _find_micro_batch(model: ImageModel, spec: SampleSpec, size: int) -> int:
             if not is_out_of_memory(error) or size == 1:
                 raise
         free_memory()
-        log.warning("%d images of %d x %d at once do not fit into memory", size, spec.height, spec.width)
+        log.warning("a micro-batch of %d images of %d x %d does not fit into memory", size, spec.height, spec.width)
         size = -(-size // 2)
 
 
@@ -214,7 +220,7 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
-    """Run compiled blocks uncompiled: a dry run must not wait for a compiler."""
+    """Run compiled blocks in eager mode, so that a dry run does not wait for the compiler."""
     torch = sys.modules.get("torch")
     token = DRY_RUN.set(True)
     try:
@@ -224,16 +230,16 @@ def force_eager() -> Iterator[None]:
         DRY_RUN.reset(token)
 
 
-# -- files; apart from each other, because on a cluster one encodes beside the GPU and stores where the folder is
+# -- files: encoding and storing are separate, because a cluster encodes next to the GPU and stores next to the folder
 
 
 class DiskWriteError(HalationError):
-    """The disk takes no images; another batch would fare no better."""
+    """The disk does not accept images; other batches would fail too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """How images become files; part of the run, because it decides their bytes."""
+    """Options for encoding images; fixed for a run because they affect the bytes of the files."""
 
     model: str
     sampler: str
@@ -243,7 +249,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedImage:
-    """The files of one image by name, ready to be published; a video's frames stand before the video."""
+    """The names and bytes of the files of one image; frames of a video come before the video."""
 
     files: tuple[tuple[str, bytes], ...]
     sha256: str
@@ -264,24 +270,24 @@ def encode_image(request: ImageRequest, frames: object, options: EncodeOptions) 
         return EncodedImage(files=((names[0], data),), sha256=combined_digest([data]))
     video = encode_mp4(frames, options.fps, text)
     images = [encode_png(frame, text, compress) for frame in frames]
-    # The video is published last: where it stands, its frames stand too.
+    # The video is published last: if it exists, its frames exist too.
     return EncodedImage(
         files=(*zip(names[1:], images, strict=True), (names[0], video)), sha256=combined_digest([video, *images])
     )
 
 
 class ImageStore:
-    """Publishes encoded images into a folder, with a few retries for errors of the disk that may pass.
+    """Publishes encoded images into a folder; retries a few times on temporary disk errors.
 
-    Not retried: a folder that was removed, moved, replaced or made read-only.
+    A folder that was removed, moved, replaced or made read-only is not retried.
     """
 
     def __init__(self, folder: Path, identity: Sequence[int] | None = None) -> None:
-        """`identity` is the folder's device and inode when the command began; by default what they are now."""
+        """`identity` is the device and inode of the folder when the command started; default: now."""
         self.folder = folder
         self.watched = WatchedPath(folder, (identity[0], identity[1]) if identity else None)
         self.has_given_up = False
-        """Set when the disk has failed for good: no other thread retries, the run is about to end."""
+        """True once the disk has failed permanently: no other thread retries, and the run ends."""
 
     def __call__(self, encoded_image: EncodedImage) -> None:
         for wait_s in (*RETRY_WAITS_S, None):
@@ -315,7 +321,10 @@ class ImageStore:
         runs.write_atomic(self.folder / name, data, point="picture")
 
     def _publish_frames(self, files: list[tuple[str, bytes]]) -> None:
-        """Frames appear together; equal ones stay, as another command that shares the folder may have drawn them."""
+        """Publish all frames together; keep equal ones.
+
+        Another command that shares the folder may have generated them.
+        """
         target = self.folder / Path(files[0][0]).parent
         temporary = runs.temporary_path(target)
         temporary.mkdir()
@@ -329,7 +338,7 @@ class ImageStore:
 
 
 def _has_same_files(target: Path, files: list[tuple[str, bytes]]) -> bool:
-    """Whether these files, and no others, are there already."""
+    """Return True if the folder already holds exactly these files."""
     try:
         return (
             not target.is_symlink()
@@ -344,24 +353,24 @@ def _has_same_files(target: Path, files: list[tuple[str, bytes]]) -> bool:
 
 
 class TaskDropped(Exception):
-    """The task was taken back before it was begun."""
+    """The task was taken back before it started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """A finished task: its outcomes, and for how long the device worked for it alone."""
+    """The outcomes of a finished task, and the seconds the device spent on it."""
 
     outcomes: list[ImageOutcome]
     busy_s: float
 
 
 class ImageRunner:
-    """Runs tasks with one model; `run_task` may be called from several threads at once, which makes the overlap."""
+    """Runs tasks with one model; calls of `run_task` from several threads overlap."""
 
     model: ImageModel
 
     def __init__(self, settings: Mapping[str, Any], store: Callable[[EncodedImage], None] | None = None) -> None:
-        """`store` takes encoded images; by default they are written into the folder of the run."""
+        """`store` receives the encoded images; by default it writes them into the run folder."""
         self.settings = settings
         self.encode_options = EncodeOptions(**settings["style"])
         self.label: str = settings["label"]
@@ -375,7 +384,7 @@ class ImageRunner:
         self._busy_until = 0.0
 
     def prepare(self) -> None:
-        """Load the model, on the thread that will draw with it."""
+        """Load the model on the thread that will use it."""
         self.model = self._run_on_model_thread(lambda: open_model(self.settings))
 
     def _run_on_model_thread(self, action: Callable[[], Result]) -> Result:
@@ -385,18 +394,18 @@ class ImageRunner:
         return self._run_on_model_thread(lambda: dry_run(self.model, examples, batch_size, micro_batch))
 
     def drop(self, number: int | None) -> None:
-        """Take back a task that is not begun, or with None all of them for good."""
+        """Drop a task that has not started; None drops all current and later tasks."""
         with self._lock:
             self._dropped_tasks.add(-1 if number is None else number)
 
     def run_task(self, task: BatchTask, on_begin: Callable[[], None], on_step: OnStep) -> TaskResult:
-        """Run the model, encode, store; the outcome of an image that could not be made is its reason."""
+        """Run the model, encode and store; a failed image has an outcome with its reason."""
         rows = [row for row, request in enumerate(task.requests) if request.spec.index in task.wanted]
 
         def run_model() -> tuple[float, list[MicroBatchResult]]:
             with self._lock:
                 if self._dropped_tasks & {-1, task.number}:
-                    self._dropped_tasks.discard(task.number)  # it may come back if the worker that took it over dies
+                    self._dropped_tasks.discard(task.number)  # it may be submitted again if its new worker dies
                     raise TaskDropped
             on_begin()
             return time.perf_counter(), run_batch(self.model, task.batch, task.micro_batch, rows, on_step)
@@ -413,11 +422,14 @@ class ImageRunner:
                 self._encoder_threads.submit(self._encode_and_store, task, task.requests[row], *results[row], image_s)
                 for row in rows
             ]
-            wait(futures)  # a batch that fails may be drawn again at once: none of its files may still be in flight
+            wait(futures)  # a failed batch may be retried immediately: no file of it may still be in flight
             return TaskResult(outcomes=[future.result() for future in futures], busy_s=seconds)
 
     def _measure_busy_s(self, start_time: float) -> float:
-        """Seconds since `start_time` that no other batch has counted: on a GPU two batches' times overlap."""
+        """Return the seconds since `start_time` not yet counted for another batch.
+
+        On a GPU, the times of two batches overlap.
+        """
         with self._lock:
             now = time.perf_counter()
             seconds = now - max(start_time, self._busy_until)

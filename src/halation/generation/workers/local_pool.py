@@ -1,4 +1,4 @@
-"""The workers of this machine: a pool of one process per device, and the loop they run.
+"""The local workers: a pool of one process per device, and the loop that they run.
 
 A worker is `python -m halation.generation.workers.local_pool SOCKET`; it exchanges JSON messages with the pool.
 """
@@ -35,7 +35,7 @@ from halation.sample_specs import SampleSpec
 
 log = logging.getLogger(__name__)
 QUEUE_DEPTH = 3
-"""Tasks a worker holds: one being stored, one being drawn, and the next, so that it never waits for an answer."""
+"""Tasks a worker holds: one being stored, one in progress, and the next, so that it never waits for work."""
 HEARTBEAT_INTERVAL_S = 0.2
 GRACE_S = 5.0
 EventKind = Literal["ready", "rehearsed", "refused", "said", "step", "drawn", "failed", "dropped", "gone"]
@@ -52,18 +52,18 @@ class WorkerEvent:
 
 
 class WorkerPool(Protocol):
-    """Workers, wherever they are; they are known by their numbers."""
+    """A pool of workers, local or remote, addressed by number."""
 
     labels: Sequence[str]
-    """The GPU's id as given, or the worker's number on a CPU: what the ledger calls them."""
+    """Names in the ledger: the GPU id as given, or the worker number on a CPU."""
     names: Sequence[str]
-    """As shown to users: GPU 0, or worker 0."""
+    """Names for users: GPU 0, or worker 0."""
 
     def start(self, worker: int) -> None:
-        """Start it, or start it again; `ready` or `refused` follows."""
+        """Start or restart a worker; a `ready` or `refused` event follows."""
 
     def dry_run(self, worker: int, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> None:
-        """Check that it can draw these, and how many at once where `micro_batch` is 0.
+        """Check that its model supports these specs; measure the micro-batch if it is 0.
 
         A `rehearsed` or `refused` event follows.
         """
@@ -71,32 +71,32 @@ class WorkerPool(Protocol):
     def submit(self, worker: int, task: BatchTask) -> None: ...
 
     def drop(self, worker: int, number: int) -> None:
-        """Take a task back where it is not begun; `dropped`, or what became of it, follows."""
+        """Take a task back if it has not started; `dropped` or the outcome of the task follows."""
 
     def stop(self, worker: int) -> None:
-        """Let it finish what it has begun, drop the rest, and end; `gone` follows."""
+        """Let a worker finish its started tasks, drop the rest, and exit; `gone` follows."""
 
     def kill(self, worker: int) -> None:
-        """End it now; `gone` follows."""
+        """Kill a worker; `gone` follows."""
 
     def events(self, timeout_s: float) -> list[WorkerEvent]:
-        """What the workers said, or an empty list after `timeout_s`."""
+        """Return the events of the workers; wait up to `timeout_s` if there are none."""
 
     def shutdown(self, *, at_once: bool) -> None:
-        """End all of them and wait; those that are in the middle of something get a moment, unless at once."""
+        """End all workers and wait for them; busy ones get a grace period unless `at_once`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSlot:
-    """Where a worker draws."""
+    """The device of a worker."""
 
     label: str
-    """The GPU's id as given, or the worker's number on a CPU."""
+    """The GPU id as given, or the worker number on a CPU."""
     device: str
 
 
 class SendQueue:
-    """Orders for a worker, sent by a thread: a worker that is stopped would block its sender."""
+    """Sends messages to a worker on a thread, because a suspended worker blocks the sender."""
 
     def __init__(self, conn: connection.Connection) -> None:
         self.conn = conn
@@ -105,20 +105,20 @@ class SendQueue:
         self.thread.start()
 
     def _send_messages(self) -> None:
-        # One that is already dead is told nothing, and found out by `events`.
+        # Errors are ignored: `events` detects a dead worker.
         with contextlib.suppress(OSError):
             while (message := self.messages.get()) is not None:
                 self.conn.send_bytes(message)
 
     def close(self) -> None:
-        """Called when the other end is closed, so nothing that is being sent can wait for long."""
+        """Stop the thread; the other end is already closed, so that no send blocks for long."""
         self.messages.put(None)
         self.thread.join(GRACE_S)
         self.conn.close()
 
 
 class LocalWorkerPool:
-    """One subprocess a place, each at the other end of a socket pair."""
+    """A pool of subprocesses, one per slot, each connected by a socket pair."""
 
     def __init__(self, slots: Sequence[WorkerSlot], settings: Mapping[str, Any], logs: Path, threads: int) -> None:
         self.slots = slots
@@ -189,7 +189,7 @@ class LocalWorkerPool:
         return event
 
     def _handle_exit(self, worker: int) -> WorkerEvent:
-        """The line is cut: the process has ended, or is about to."""
+        """Handle a closed connection: the process has ended or is about to."""
         self._send_queues.pop(worker).close()
         process = self._processes[worker]
         child_process.wait_or_kill([process], GRACE_S)
@@ -201,7 +201,7 @@ class LocalWorkerPool:
             if worker in self._ready_workers:
                 self._send(worker, {"do": "stop"})
             else:
-                self.kill(worker)  # it is still loading
+                self.kill(worker)  # still loading
         child_process.wait_or_kill(list(self._processes.values()), 0.0 if at_once else GRACE_S)
         for send_queue in self._send_queues.values():
             send_queue.close()
@@ -209,7 +209,7 @@ class LocalWorkerPool:
 
 
 def list_local_slots(config: GenerateConfig) -> list[WorkerSlot]:
-    """A place for each worker that the flags ask for."""
+    """Return one slot for each worker that the flags request."""
     found = select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     labels = (
         [device.removeprefix("cuda:") for device in found] if found[0] != "cpu" else list(map(str, range(len(found))))
@@ -223,7 +223,7 @@ def list_local_slots(config: GenerateConfig) -> list[WorkerSlot]:
 
 
 class TaskHandler(ABC):
-    """Runs tasks and reports what came of them; a subclass decides how events are sent."""
+    """Runs tasks and reports their outcomes; a subclass defines how events are sent."""
 
     @abstractmethod
     def send_event(self, kind: str, task: int = -1, **body: Any) -> None:
@@ -239,7 +239,9 @@ class TaskHandler(ABC):
         except Exception as error:
             log.exception("the dry run failed")
             self.send_event(
-                "refused", message=f"the model cannot draw: {_error_text(error)}\n{traceback.format_exc()}", exit_code=1
+                "refused",
+                message=f"the model cannot generate images: {_error_text(error)}\n{traceback.format_exc()}",
+                exit_code=1,
             )
 
     def run_task(self, runner: ImageRunner, task: BatchTask) -> None:
@@ -263,7 +265,7 @@ class TaskHandler(ABC):
 
 
 class EventLogHandler(logging.Handler):
-    """Sends warnings to the supervisor, which shows them: a worker's log is seldom read."""
+    """Sends warnings to the supervisor, which logs them, because worker logs are seldom read."""
 
     def __init__(self, task_handler: TaskHandler) -> None:
         super().__init__(logging.WARNING)
@@ -275,7 +277,7 @@ class EventLogHandler(logging.Handler):
 
 
 class LocalWorker(TaskHandler):
-    """The worker process: reads orders on the main thread and runs tasks on others."""
+    """The worker process: receives messages on the main thread, runs tasks on other threads."""
 
     def __init__(self, conn: connection.Connection) -> None:
         self.conn = conn
@@ -286,7 +288,7 @@ class LocalWorker(TaskHandler):
             self.conn.send_bytes(json.dumps({"kind": kind, "task": task, "body": body}).encode())
 
     def serve(self) -> None:
-        """Until the supervisor is gone, or sends `stop` and everything begun is reported."""
+        """Run until the supervisor is gone, or sent `stop` and all started tasks are reported."""
         message = self._receive_message()
         if message is None:
             return
@@ -317,11 +319,11 @@ class LocalWorker(TaskHandler):
             message: dict[str, Any] = json.loads(self.conn.recv_bytes())
             return message
         except (EOFError, OSError):
-            os._exit(1)  # the supervisor is gone; the ledger knows nothing of what is half done
+            os._exit(1)  # the supervisor is gone; unfinished work is not in the ledger
 
 
 class _StepReporter:
-    """Counts steps and reports them now and then: a heartbeat, and the bar within a batch."""
+    """Counts steps and reports them at intervals, as a heartbeat and for the progress bar."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self.send = send
@@ -352,7 +354,7 @@ def main() -> int:
     LocalWorker(connection.Connection(int(sys.argv[1]))).serve()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # some libraries' threads never end
+    os._exit(0)  # threads of some libraries never end
 
 
 if __name__ == "__main__":

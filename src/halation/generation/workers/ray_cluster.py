@@ -1,8 +1,8 @@
 """`--cluster ray|auto|ray://HOST:PORT`: starts Ray on this machine or joins a cluster.
 
-Ray runs in a process of its own, the driver process: a call of Ray may block for minutes, and Ray's native code ends
-the process it is in when the cluster is lost. The command only exchanges JSON messages with the driver process, so it
-always handles signals, notices a lost cluster by missing heartbeats, and ends the driver process in any state.
+Ray runs in a separate driver process, because a Ray call may block for minutes, and Ray's native code ends its process
+when the cluster is lost. The command only exchanges JSON messages with the driver process. It can therefore always
+handle signals, detect a lost cluster by missing heartbeats, and end the driver process in any state.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from halation.sample_specs import SampleSpec
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 180.0
-"""How long Ray may take to start or to be joined."""
+"""Time limit for starting Ray or joining a cluster."""
 HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 30.0
-"""Without an answer of the cluster for this long, it is lost."""
+"""A cluster that does not answer for this long counts as lost."""
 STOP_TIMEOUT_S = 4.0
-"""The same for a command that was asked to stop."""
+"""The same while the command is stopping."""
 CLOSE_TIMEOUT_S = 10.0
 RECONNECT_GRACE_S = 10
-"""How long a ray:// cluster keeps the workers of a command that is gone; by Ray's default 30 s."""
+"""How long a ray:// cluster keeps the workers of a disconnected command; Ray's default is 30 s."""
 ORDER_INTERVAL_S = 0.05
 TEMPORARY_PREFIX = "halation_ray_"
 LOG_FILE = "ray_driver.log"
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""Some of Ray's processes take 127.0.0.1 for a mistake and listen on the machine's public address instead."""
+"""Some Ray processes replace 127.0.0.1 by the public address of the machine and listen there."""
 
 
 # -- in the command's process
@@ -62,29 +62,32 @@ LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 def open_cluster(
     config: GenerateConfig,
 ) -> Iterator[tuple[Sequence[RaySlot], Callable[[Mapping[str, Any]], RayDriverProcess]]]:
-    """Connect a driver process to the cluster; yields the workers' slots and a function that makes the pool."""
+    """Connect a driver process to the cluster.
+
+    Yields the worker slots and a function that creates the pool.
+    """
     logs = config.output_dir / "logs"
     with _make_own_folder(logs) if config.cluster == "ray" else contextlib.nullcontext() as own_folder:
         driver = RayDriverProcess(config.cluster, logs, own_folder)
         try:
             driver.open(config.nproc, config.oversubscribe)
             num_nodes = len({slot.node for slot in driver.slots})
-            log.info("%d workers on %d nodes of Ray", len(driver.slots), num_nodes)
+            log.info("%d workers on %d Ray nodes", len(driver.slots), num_nodes)
             yield driver.slots, driver.begin
         finally:
-            # Interrupted in the middle, this would leave Ray's processes behind.
+            # An interrupt here would leave Ray processes behind.
             with StopSignals(exit_on_second=False):
                 driver.close()
 
 
 @contextlib.contextmanager
 def _make_own_folder(logs: Path) -> Iterator[Path]:
-    """A folder for the files of a Ray of this command's own, removed with the command."""
+    """Create a temporary folder for a Ray that this command starts; removed at the end."""
     with scratch_folder(TEMPORARY_PREFIX) as folder:
         try:
             yield folder
         finally:
-            # What workers wrote outside of any log (a crash in native code) is kept.
+            # Keep stderr that workers wrote outside of the log, such as a crash in native code.
             for path in sorted(folder.glob("session_2*/logs/worker-*.err")):
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 if any(not line.startswith((":job_id:", ":actor_name:")) for line in lines):
@@ -93,7 +96,7 @@ def _make_own_folder(logs: Path) -> Iterator[Path]:
 
 
 class RayDriverProcess:
-    """The process that is connected to Ray, as the command sees it; once begun, it is a `WorkerPool`."""
+    """The command's side of the driver process; a `WorkerPool` after `begin`."""
 
     def __init__(self, cluster: str, logs: Path, own_folder: Path | None) -> None:
         self.cluster = cluster
@@ -105,7 +108,7 @@ class RayDriverProcess:
         self._is_open = False
         self._is_stopping = False
         self._loss = ""
-        """Why the connection to the cluster is lost; empty while it is not."""
+        """Why the connection to the cluster is lost; empty while connected."""
         self._silent_s = 0.0
         self._last_poll_at = time.monotonic()
         ours, theirs = socket.socketpair()
@@ -122,7 +125,7 @@ class RayDriverProcess:
         own = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # Ray prints a line for every restart
-            "RAY_ENABLE_AUTO_CONNECT": "0",  # or a call after the loss of a cluster starts or joins another one
+            "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after the loss of a cluster starts or joins another one
         }
         defaults = {"RAY_CLIENT_RECONNECT_GRACE_PERIOD": str(RECONNECT_GRACE_S)}
         if self.cluster == "ray" and "RAY_AUTH_MODE" not in os.environ:
@@ -132,7 +135,7 @@ class RayDriverProcess:
     # -- the connection to the cluster
 
     def open(self, nproc: int, oversubscribe: bool) -> None:
-        """Wait until the driver process has joined the cluster, or started one."""
+        """Wait until the driver process has joined or started a cluster."""
         folder = str(self._own_folder or "")
         self._send(do="open", cluster=self.cluster, folder=folder, nproc=nproc, oversubscribe=oversubscribe)
         deadline = time.monotonic() + OPEN_TIMEOUT_S
@@ -148,14 +151,12 @@ class RayDriverProcess:
             if not self._is_open and time.monotonic() > deadline:
                 self._loss = f"no answer within {OPEN_TIMEOUT_S:.0f} s"
             if self._loss:
-                raise HalationError(
-                    f"Ray ({self.cluster}) did not start: {self._loss}; the reason is in {self.logs / LOG_FILE}"
-                )
+                raise HalationError(f"Ray ({self.cluster}) did not start: {self._loss}; see {self.logs / LOG_FILE}")
         self.labels = [slot.label for slot in self.slots]
         self.names = [slot.name for slot in self.slots]
 
     def begin(self, settings: Mapping[str, Any]) -> RayDriverProcess:
-        """The worker pool; nothing is started yet."""
+        """Return the worker pool; no worker is started yet."""
         self._send(do="begin", settings=dict(settings), logs=str(self.logs.resolve()))
         self._last_poll_at = time.monotonic()
         return self
@@ -164,7 +165,10 @@ class RayDriverProcess:
         self._send_queue.messages.put(json.dumps(message).encode())
 
     def _receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What the driver process said; log lines are logged, and a process that has ended is a lost cluster."""
+        """Return messages of the driver process, except heartbeats and log lines.
+
+        Log lines are logged. If the process has ended, the cluster counts as lost.
+        """
         messages: list[dict[str, Any]] = []
         try:
             while not self._loss and self._connection.poll(0 if messages else timeout_s):
@@ -178,20 +182,20 @@ class RayDriverProcess:
         except (EOFError, OSError):
             self._loss = f"its driver process {describe_exit(self._wait(GRACE_S))}"
         now = time.monotonic()
-        # While this process itself was stopped or busy, it did not listen.
+        # Capped, because this process may have been suspended or busy itself.
         self._silent_s += min(now - self._last_poll_at, 1.0)
         self._last_poll_at = now
         return messages
 
     def _wait(self, timeout_s: float) -> int:
-        """The exit code of the driver process, which is killed with its group if it does not end by itself.
+        """Return the exit code of the driver process; kill its process group after the timeout.
 
-        Ray's agents outlive a killed Ray by a minute; they belong to the group, and workers end with their raylet.
+        Ray's agents outlive a killed Ray by a minute; they are in the group. Workers end with their raylet.
         """
         process = self._process
         deadline = time.monotonic() + timeout_s
         if process.returncode is None:
-            # Not waited for yet, so that no other process can have its number when the group is killed.
+            # WNOWAIT keeps the zombie, so that its pid cannot be reused before the group is killed.
             while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
                 if time.monotonic() >= deadline:
                     break
@@ -200,7 +204,7 @@ class RayDriverProcess:
         return process.wait()
 
     def close(self) -> None:
-        """Disconnect from the cluster and end a Ray of this command's own."""
+        """Disconnect from the cluster, and end Ray if this command started it."""
         is_answering = self._is_open and not self._loss and self._silent_s < STOP_TIMEOUT_S
         if is_answering:
             self._send(do="close")
@@ -233,7 +237,7 @@ class RayDriverProcess:
         self._send(do="kill", worker=worker)
 
     def events(self, timeout_s: float) -> list[WorkerEvent]:
-        """What the workers said; raises where the cluster is lost, unless the command is stopping anyway."""
+        """Return the events of the workers; raise if the cluster is lost, unless stopping anyway."""
         messages = self._receive(timeout_s)
         limit_s = STOP_TIMEOUT_S if self._is_stopping else HEARTBEAT_TIMEOUT_S
         if not self._loss and self._silent_s > limit_s:
@@ -247,7 +251,7 @@ class RayDriverProcess:
         words = f"the Ray cluster ({self.cluster}) is lost: {self._loss}"
         if not self._is_stopping:
             raise HalationError(
-                f"{words}; the same command goes on once the cluster is back, and with --cluster local without it"
+                f"{words}; run the same command to resume once the cluster is back, or use --cluster local"
             )
         log.warning("%s", words)
         return [
@@ -256,7 +260,7 @@ class RayDriverProcess:
         ]
 
     def shutdown(self, *, at_once: bool) -> None:
-        """End the workers; what they have drawn and not reported is neither recorded nor written after this."""
+        """End the workers; images not reported by now are neither recorded nor written."""
         self._send(do="shutdown")
         deadline = time.monotonic() + GRACE_S
         while not self._loss and self._silent_s < STOP_TIMEOUT_S and time.monotonic() < deadline:
@@ -270,7 +274,7 @@ class RayDriverProcess:
 
 
 class RayDriver:
-    """Connected to Ray on the main thread; orders come in by another thread."""
+    """The driver process: calls Ray on the main thread, receives orders on another."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -290,7 +294,10 @@ class RayDriver:
             os._exit(1)  # the command is gone
 
     def serve(self) -> None:
-        """From the order to open until the order to close; other errors end the process, which the command notices."""
+        """Serve orders from `open` to `close`.
+
+        Unexpected errors end the process, which the command detects.
+        """
         import ray
 
         order = self.orders.get()
@@ -336,7 +343,7 @@ class RayDriver:
             getattr(pool, name)(**order)
 
     def _send_heartbeat(self) -> None:
-        """Ask the cluster which nodes it has: only its head can answer."""
+        """Query the nodes of the cluster, which requires its head, and report whether it is alive."""
         import ray
 
         try:
@@ -351,7 +358,7 @@ class RayDriver:
 
 
 class _ForwardingHandler(logging.Handler):
-    """Log lines of ours, logged by the command."""
+    """Forwards Halation's log lines to the command."""
 
     def __init__(self, driver: RayDriver) -> None:
         super().__init__()
@@ -368,27 +375,28 @@ def _connect(cluster: str, folder: str) -> None:
     address = os.environ.get("RAY_ADDRESS", "") if cluster == "auto" else cluster
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if colon and port.isdigit():  # Ray itself waits for minutes where nothing listens
+        if colon and port.isdigit():  # Ray waits for minutes if nothing listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         _init_ray(address=cluster)
     except (OSError, RuntimeError, ValueError) as error:
         where = "RAY_ADDRESS or on this machine" if cluster == "auto" else cluster
         raise InputError(
             f"no Ray cluster to join at {where}: {_short_message(error)}",
-            "a running cluster of the same Ray and Python versions, and the token it was started with (RAY_AUTH_TOKEN)",
+            "a running cluster with the same Ray and Python versions, and the token it was started with "
+            "(RAY_AUTH_TOKEN)",
             "start one with `ray start --head` and give RAY_ADDRESS=HOST:6379 with --cluster auto, "
             "or use --cluster ray",
         ) from error
 
 
 def _short_message(error: BaseException) -> str:
-    """The first line of what Ray says and, where a traceback follows it, the last."""
+    """Return the first line of a Ray error and, if a traceback follows, the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-1]}"
 
 
 def _init_ray(**settings: Any) -> None:
-    """Call ray.init; retried for ray://, whose server sometimes does not wait long enough for its own process."""
+    """Call ray.init; retry for ray://, whose server may time out waiting for its own process."""
     import ray
 
     num_tries = 3 if str(settings["address"]).startswith("ray://") else 1
@@ -400,18 +408,18 @@ def _init_ray(**settings: Any) -> None:
             if not left:
                 raise
             time.sleep(2.0)
-    leave_signals_to_parent(_ignore_signal)  # Ray has set handlers of its own
+    leave_signals_to_parent(_ignore_signal)  # Ray has installed its own handlers
 
 
 def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """A handler, not SIG_IGN, which processes that Ray starts would inherit."""
+    """Do nothing. A handler is used because child processes of Ray would inherit SIG_IGN."""
 
 
 def main() -> int:
     tie_to_parent()
     leave_signals_to_parent(_ignore_signal)
     socket_fd = int(sys.argv[1])
-    os.set_inheritable(socket_fd, False)  # only while this process lives is the command's end of it open
+    os.set_inheritable(socket_fd, False)  # the command must see it closed when this process ends
     driver = RayDriver(Connection(socket_fd))
     logger = logging.getLogger("halation")
     logger.setLevel(logging.INFO)
@@ -419,7 +427,7 @@ def main() -> int:
     driver.serve()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # Ray's own threads have nothing left to do, and some never end
+    os._exit(0)  # some of Ray's threads never end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The workers of a Ray cluster: one actor for each GPU of every node, restarted by Ray.
+"""The workers of a Ray cluster: one actor per GPU, restarted by Ray.
 
-Their images come back to this process, which alone writes the folder: nodes need to see the model, not the images. The
-caller is connected to Ray; this module imports it only where it calls it.
+The actors send their images to this process, which alone writes the folder: nodes need access to the model, but not to
+the images. The caller is connected to Ray; this module imports Ray only inside functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from halation.input_files import LINKS_VARIABLE, SCALE_VARIABLE
 from halation.sample_specs import SampleSpec
 
 MAX_CONCURRENT_CALLS = QUEUE_DEPTH + 4
-"""Batches, and the short calls that must not wait behind them."""
+"""Batches, plus short calls that must not wait for them."""
 POLL_INTERVAL_S = 0.25
 MAX_LOG_LINES = 1000
 CHECKED_PACKAGES = ("halation", "torch", "diffusers", "transformers", "numpy", "isal", "av")
@@ -40,14 +40,14 @@ CHECKED_PACKAGES = ("halation", "torch", "diffusers", "transformers", "numpy", "
 log = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
-"""How long a worker waits for a place in the cluster, and for its process there to speak."""
+"""Time limit for placing a worker in the cluster, and for the first reply of its process."""
 POLL_TIMEOUT_S = 5.0
 PLACEMENT_INTERVAL_S = 1.0
 FETCH_TIMEOUT_S = 120.0
 MAX_ACTOR_RESTARTS = 1
-"""Times Ray restarts one actor and redoes its batches; after that the supervisor counts the death and replaces it."""
+"""How often Ray restarts an actor and repeats its batches; after that, the supervisor replaces the worker."""
 NUM_STORE_THREADS = 4
-"""Batches whose bytes this process holds at once; the others wait in the object stores of their nodes."""
+"""Batches that this process holds in memory at a time; others wait in the object stores of their nodes."""
 FORWARDED_VARIABLES = (
     *("HALATION_FAULT", "HALATION_FAULT_LOG", "HF_HUB_OFFLINE"),
     *(SCALE_VARIABLE, LINKS_VARIABLE),
@@ -56,7 +56,10 @@ FORWARDED_VARIABLES = (
 
 
 class GenerationActor(TaskHandler):
-    """Its methods are called from several threads at once; each answer is a message as a local worker would send it."""
+    """The actor; its replies have the form of a local worker's messages.
+
+    Its methods are called from several threads at the same time.
+    """
 
     def __init__(self, settings: dict[str, Any], environment: dict[str, str]) -> None:
         for name in LAUNCHER_ENV_VARS:
@@ -87,7 +90,7 @@ class GenerationActor(TaskHandler):
     # -- called by the worker pool
 
     def poll(self, wait_s: float) -> dict[str, Any]:
-        """News: steps and log lines; an answer without any, after `wait_s`, says that it lives."""
+        """Return steps and log lines; empty after `wait_s`, which still serves as a heartbeat."""
         time.sleep(POLL_INTERVAL_S)
         with self._lock:
             self._lock.wait_for(lambda: self._steps or self._log_lines, wait_s)
@@ -117,7 +120,7 @@ class GenerationActor(TaskHandler):
         return self._replies.pop(-1)
 
     def draw_batch(self, values: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage]]:
-        """What became of the batch, and its images."""
+        """Return the result message of the batch and its images."""
         task = BatchTask.from_json(values)
         names = [request.name for request in task.requests if request.spec.index in task.wanted]
         with self._lock:
@@ -147,7 +150,7 @@ class GenerationActor(TaskHandler):
             return lines
 
     def _get_runner(self) -> ImageRunner:
-        """The runner, opened when it is first needed: after a restart by Ray by the batch that is drawn again."""
+        """Return the runner; load it on first use (after a restart by Ray, a repeated batch)."""
         with self._open_lock:
             if self._runner is None:
                 self._check_node()
@@ -173,18 +176,21 @@ class GenerationActor(TaskHandler):
         if different:
             raise InputError(
                 f"{node} has {', '.join(different)}",
-                "the same versions on every node: they are part of the images",
-                "install there what the machine with this command has",
+                "the same versions on every node, because they affect the images",
+                "install the versions of this machine there",
             )
 
     def _store_image(self, encoded_image: EncodedImage) -> None:
         with self._lock:
             name = encoded_image.files[-1][0].rpartition(".")[0]
-            if self._expected_names[name]:  # the batch of a late one may have failed by another image
+            if self._expected_names[name]:  # its batch may already have failed because of another image
                 self._encoded_images[name] = encoded_image
 
     def _take_images(self, names: Sequence[str]) -> list[EncodedImage]:
-        """The batch's encoded images; an image that two batches hold (a retry draws it alone) stays for the last."""
+        """Remove and return the images of a batch.
+
+        An image that is in two batches (a retry of one image) is kept until the last of them takes it.
+        """
         with self._lock:
             encoded_images = [self._encoded_images[name] for name in names if name in self._encoded_images]
             self._expected_names.subtract(names)
@@ -196,7 +202,10 @@ class GenerationActor(TaskHandler):
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions that decide an image's bytes, without the build's suffix (+cpu, +cu128), which may differ by node."""
+    """Return the versions of packages that affect the bytes of images.
+
+    Build suffixes (+cpu, +cu128), which may differ between nodes, are removed.
+    """
     found = {}
     for name in CHECKED_PACKAGES:
         try:
@@ -207,7 +216,7 @@ def installed_versions() -> dict[str, str]:
 
 
 class _LogBuffer(logging.Handler):
-    """Keeps what is logged until the worker pool asks for it."""
+    """Buffers log lines until the worker pool polls them."""
 
     def __init__(self, lines: deque[str]) -> None:
         super().__init__()
@@ -224,25 +233,28 @@ def _refusal_message(error: HalationError) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RaySlot(WorkerSlot):
-    """A worker's place in the cluster: a GPU of a node, or one CPU of it."""
+    """The place of a worker in the cluster: a GPU or a CPU of a node."""
 
     name: str
     node: str
-    """Ray's id of the node; a worker whose node is gone may go to another."""
+    """Ray's id of the node; if the node is lost, the worker may be placed on another one."""
     resource: str
     share: float
 
     @property
     def ray_options(self) -> dict[str, float]:
-        """As Ray's options: a GPU worker computes there and asks for no CPU of its own."""
+        """Resource options for Ray; a GPU worker requests no CPU."""
         return {"num_gpus": self.share, "num_cpus": 0} if self.resource == "GPU" else {"num_cpus": self.share}
 
 
 def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: bool) -> list[RaySlot]:
-    """One worker for each GPU of every node of `ray.nodes()`; without GPUs one per node, or `nproc` in turn."""
+    """Return the worker slots for the nodes of `ray.nodes()`.
+
+    One worker per GPU, or one per node if no node has a GPU. `nproc` workers are assigned to the nodes in turn.
+    """
     alive = sorted(
         (node for node in nodes if node["Alive"]),
-        # The head first, then by address: the same nodes get the same numbers in every call.
+        # Head first, then by address, so that nodes have the same numbers in every call.
         key=lambda node: (
             "node:__internal_head__" not in node["Resources"],
             node["NodeManagerAddress"],
@@ -257,9 +269,9 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
     if not total or (count > total and not oversubscribe):
         raise InputError(
             f"--nproc {count} on a cluster of {len(alive)} node{'s' if len(alive) != 1 else ''} "
-            f"with {total} {resource}s in all",
-            f"at most one worker a {resource}",
-            f"use --nproc {total} or fewer" if total else "give the cluster's nodes CPUs or GPUs to work with",
+            f"with {total} {resource}s in total",
+            f"at most one worker per {resource}",
+            f"use --nproc {total} or fewer" if total else "start the cluster's nodes with CPUs or GPUs",
         )
     num_assigned = dict.fromkeys(capacity, 0)
     assignments: list[tuple[str, int]] = []
@@ -275,7 +287,7 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
         RaySlot(
             label=f"{numbers[node]}-{index}",
             name=f"node {numbers[node]} {unit} {index}",
-            device="cuda:0" if resource == "GPU" else "cpu",  # Ray shows an actor its own GPUs alone
+            device="cuda:0" if resource == "GPU" else "cpu",  # Ray shows an actor only its own GPUs
             node=node,
             resource=resource,
             share=min(1.0, capacity[node] / num_assigned[node]),
@@ -286,22 +298,22 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
 
 @dataclass(kw_only=True)
 class RayWorkerHandle:
-    """A worker that is there or on its way: its actor, and what it was given."""
+    """A running or starting worker: its actor and its tasks."""
 
     number: int
-    """Of all that were ever started: words of an earlier one in the same slot are not heard any more."""
+    """Counts all workers ever started."""
     node: str
     actor: Any
     deadline: float
     process_id: str = ""
-    """The process that spoke last."""
+    """Id of the process that replied last."""
     host: str = ""
     tasks: set[int] = field(default_factory=set)
     is_stopping: bool = False
 
 
 class RayWorkerPool:
-    """One actor a slot; see `WorkerPool`."""
+    """A `WorkerPool` with one Ray actor per slot."""
 
     def __init__(self, slots: Sequence[RaySlot], settings: Mapping[str, Any], logs: Path) -> None:
         import ray
@@ -322,14 +334,14 @@ class RayWorkerPool:
         self._name_locks = [threading.Lock() for _ in range(64)]
         self._shutdown_event = threading.Event()
 
-    # -- places
+    # -- placement
 
     def start(self, worker: int) -> None:
         self._start_deadlines[worker] = time.monotonic() + PLACEMENT_TIMEOUT_S
         self._last_placement_at = 0.0
 
     def _place_workers(self) -> list[WorkerEvent]:
-        """Put those that wait for a place on nodes with room; say of those that waited too long that they are gone."""
+        """Place waiting workers on nodes with free capacity; report `gone` after the timeout."""
         now = time.monotonic()
         if self._start_deadlines and now - self._last_placement_at >= PLACEMENT_INTERVAL_S:
             self._last_placement_at = now
@@ -351,7 +363,10 @@ class RayWorkerPool:
         ]
 
     def _free_capacity(self) -> dict[str, float]:
-        """What each living node has beside this worker pool's own workers; what others use there Ray alone knows."""
+        """Return the capacity of each live node minus the workers of this pool.
+
+        What other programs use there is known only to Ray.
+        """
         resource = self.slots[0].resource
         capacity = {
             node["NodeID"]: float(node["Resources"].get(resource, 0)) for node in self.ray.nodes() if node["Alive"]
@@ -369,7 +384,7 @@ class RayWorkerPool:
         environment |= {"RANK": str(worker), "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"OMP_NUM_THREADS": str(self.settings["threads"])}
         settings = {**self.settings, "device": slot.device, "label": slot.label, "node": slot.name}
-        # Tied to its node: otherwise Ray would let it wait for room elsewhere without an end and without a message.
+        # Pinned to its node: otherwise Ray would let it wait for capacity elsewhere forever, without a message.
         actor: Any = (
             self.ray.remote(GenerationActor)
             .options(
@@ -423,11 +438,11 @@ class RayWorkerPool:
 
     def kill(self, worker: int) -> None:
         if worker in self._handles or worker in self._start_deadlines:
-            # Said here and now: whether Ray can still reach the process is of no interest.
+            # Reported immediately, whether or not Ray can still reach the process.
             gone = self._remove_worker(worker, "was killed")
             self._inbox.put(lambda: [gone])
 
-    # -- words
+    # -- events
 
     def events(self, timeout_s: float) -> list[WorkerEvent]:
         found = self._place_workers()
@@ -445,7 +460,7 @@ class RayWorkerPool:
         ref: Any,
         handle_reply: Callable[[int, RayWorkerHandle, Any], list[WorkerEvent]],
     ) -> None:
-        """Ray calls back on a thread of its own; everything is handled on the thread that asks for events."""
+        """Handle a reply on the thread that calls `events`; Ray calls back on its own thread."""
 
         def handle_future(future: Future[Any]) -> list[WorkerEvent]:
             if self._handles.get(worker) is not handle:
@@ -465,18 +480,18 @@ class RayWorkerPool:
             log.info("%s is on %s (node %s)", self.names[worker], handle.host, handle.node)
         restarted = self._detect_restart(worker, handle, reply["who"])
         self._write_log(worker, reply["lines"])
-        # A step's word may come after the batch's own; and a new process needs as long as it needs to open the model.
+        # A step may arrive after its batch is finished. A restarted process counts as alive while it loads the model.
         steps = {task: {"done": 0, "total": 1} for task in handle.tasks} if restarted else {}
         steps |= {task: body for task, body in reply["steps"].items() if task in handle.tasks}
         return [WorkerEvent(worker=worker, kind="step", task=task, body=body) for task, body in steps.items()]
 
     def _detect_restart(self, worker: int, handle: RayWorkerHandle, process_id: str) -> bool:
-        """Whether the process that speaks is another than the one that spoke before."""
+        """Return True if the reply comes from another process than the last one."""
         restarted = handle.process_id not in ("", process_id)
         handle.process_id = process_id
         if restarted:
             name = self.names[worker]
-            log.warning("%s: its process ended; Ray started it again and it draws its batches once more", name)
+            log.warning("%s: its process ended; Ray restarted it and it repeats its batches", name)
             if handle.is_stopping:
                 handle.actor.drop.remote(None)
         return restarted
@@ -508,14 +523,17 @@ class RayWorkerPool:
         return [self._remove_worker(worker, "has ended")]
 
     def _handle_lost_actor(self, worker: int, error: BaseException) -> list[WorkerEvent]:
-        """The actor is dead for good, or could not begin; a node without Halation is not retried."""
+        """Handle an actor that died permanently or did not start.
+
+        A node without Halation is not retried.
+        """
         from ray.exceptions import ActorUnschedulableError, RayTaskError
 
         words = str(error).strip()
         log.info("%s is lost: %s", self.names[worker], words)
         if "No module named 'halation" in words:
             refusal = InputError(
-                f"{self.names[worker]} has no halation",
+                f"{self.names[worker]} has no halation package",
                 "the same Python packages on every node of the cluster",
                 "install Halation there",
             )
@@ -529,7 +547,7 @@ class RayWorkerPool:
             return [self._remove_worker(worker, f"failed: {words.splitlines()[-1]}", code=1)]
         if isinstance(error, ActorUnschedulableError):
             return [self._remove_worker(worker, "is gone with its node")]
-        # The first line of Ray's message, which goes on for a page.
+        # Only the first line: Ray's message is a page long.
         first_line = next((line.strip() for line in words.splitlines() if line.strip()), "no reason given")[:200]
         return [self._remove_worker(worker, f"is lost to the cluster ({first_line})")]
 
@@ -549,12 +567,13 @@ class RayWorkerPool:
     # -- images
 
     def _publish_batch(self, worker: int, handle: RayWorkerHandle, message: dict[str, Any], ref: Any) -> None:
-        """On a storer's thread: fetch the batch's images, write them, and only then report them."""
+        """Fetch the images of a batch, write them, then report them; runs on a store thread."""
         from ray.exceptions import RayError
 
         try:
             for encoded_image in self._fetch_images(ref):
-                # A batch may be drawn twice at the end of a run; two writers of one name would share a temporary file.
+                # A batch may be generated twice at the end of a run; two writers of a name would share a temporary
+                # file.
                 with self._name_locks[hash(encoded_image.files[-1][0]) % len(self._name_locks)]:
                     self.store(encoded_image)
         except RayError as error:
@@ -588,5 +607,5 @@ class RayWorkerPool:
             self._kill_actor(handle)
         self._handles.clear()
         self._start_deadlines.clear()
-        # Images that were not reported are not recorded, so they need not be written either.
+        # Images that were not reported are not recorded, so they need not be written.
         self._store_threads.shutdown(wait=True, cancel_futures=True)
