@@ -324,7 +324,7 @@ def test_answers_that_are_not_finite_are_refused_with_their_prompt(
         answer[1] = value
         return answer
 
-    with pytest.raises(InputError, match="the teacher answers 'a blue bus' with numbers that are not finite") as caught:
+    with pytest.raises(InputError, match="the teacher's targets for 'a blue bus' are not finite") as caught:
         school.build(predict=predict)
     assert "--teacher_dtype" in caught.value.action
     assert not list(school.folder.glob("*.safetensors"))

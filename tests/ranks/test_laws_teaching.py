@@ -60,7 +60,7 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
     for name, num_steps in (("few", 500), ("many", 501)):
         config = asked(tmp_path / name, trajectories=5, n_steps=num_steps)  # 5 x 4 teacher targets, 2 rows a step
         (one,) = ranks.run(1, teaching_jobs.prepared, config, **PATIENCE)
-        assert "about 5 trajectories, which takes 20 answers" in one.told[0]
+        assert "of 5 trajectories once, with 20 teacher predictions" in one.told[0]
         assert one.num_forwards == 20
         assert len(one.told) == (1 if name == "few" else 2)
     assert "each of the 20 teacher targets" in one.told[1]
