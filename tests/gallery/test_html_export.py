@@ -246,7 +246,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     exported(run, page)
     page.write_text("<!doctype html>\n<title>mine · Halation</title>\n" + " " * 4_000 + html_export.EXPORT_MARKER)
     before = page.read_bytes()
-    with pytest.raises(InputError, match="is not a page that this command wrote"):
+    with pytest.raises(InputError, match="is not an export of this command"):
         exported(run, page)
     assert page.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

@@ -63,7 +63,7 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
         assert "of 5 trajectories once, with 20 teacher predictions" in one.told[0]
         assert one.num_forwards == 20
         assert len(one.told) == (1 if name == "few" else 2)
-    assert "each of the 20 teacher targets" in one.told[1]
+    assert "each of the 20 cached teacher targets" in one.told[1]
     assert "--trajectories" in one.told[1]
 
 

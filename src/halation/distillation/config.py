@@ -115,9 +115,7 @@ class DistillConfig(TrainConfig):
     """A student is compared with its teacher."""
 
     CONFLICTS = (
-        Conflict(
-            "", "a teacher model", "give the folder of a pipeline or of a run", without="teacher_path model_path"
-        ),
+        Conflict("", "a teacher model", "give the folder of a pipeline or of a run", without="teacher_path model_path"),
         Conflict(
             "model_path teacher_path",
             "one of the two: both name the teacher",
