@@ -28,7 +28,7 @@ def test_a_build_that_one_rank_was_asked_to_stop_keeps_what_all_have_and_goes_on
 ) -> None:
     config = asked(tmp_path / "run", trajectories=6)
     first = ranks.run(2, teaching_jobs.prepared, config, 6, 1, **PATIENCE)
-    said = "asked to stop: 4 of 6 items are kept; the same command goes on"
+    said = "asked to stop: 4 of 6 items are saved; run the same command to resume"
     assert [one.stopped for one in first] == [(143, said)] * 2
     assert [one.num_forwards for one in first] == [3 * 4, 6], (
         "the rank that was not asked was busy, the other stops at once"

@@ -320,7 +320,7 @@ def build_together(
         stop = 0 if sharded else max(world.all_gather_object(signals.number))
     if stop:
         num_kept = num_cached + sum(num for _, num in results)
-        message = f"asked to stop: {num_kept} of {num_items} items are kept; the same command goes on"
+        message = f"asked to stop: {num_kept} of {num_items} items are saved; run the same command to resume"
         raise Interrupted(message, exit_code(stop))
 
 

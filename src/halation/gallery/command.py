@@ -171,9 +171,7 @@ def _open_listener(host: str, port: int) -> Iterator[socket.socket]:
     from halation.gallery.server import open_listener
 
     if not 0 <= port <= 65535:
-        raise InputError(
-            f"--port {port}", "a number from 0 (any free port) to 65535", "omit --port for the default"
-        )
+        raise InputError(f"--port {port}", "a number from 0 (any free port) to 65535", "omit --port for the default")
     last = min(port + NUM_PORTS_TRIED, 65535)
     for attempt in range(port, last + 1):
         try:

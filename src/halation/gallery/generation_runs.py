@@ -53,9 +53,7 @@ def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batc
     args += _flag_args("micro_batch", micro_batch_size or None) + _flag_args("png", fixed.get("png coder"))
     args += ["--nproc", "1", "--output_dir", OUTPUT_DIR]
     text = json.dumps(row, ensure_ascii=False)
-    if (
-        not text.isprintable()
-    ):  # escape invisible characters and those that change the text direction
+    if not text.isprintable():  # escape invisible characters and those that change the text direction
         text = json.dumps(row)
     return f"printf '%s\\n' {shlex.quote(text)} | {shlex.join(args)}"
 

@@ -46,7 +46,7 @@ ThumbnailFunction = Callable[[Path], bytes | None]
 
 
 def bundle(modules: Mapping[str, str], name: str = ENTRY_MODULE, seen: set[str] | None = None) -> str:
-    """Bundle the module `name` and its imports as one script; `modules` are texts by file name.
+    """Bundle the module `name` and its imports; `modules` are texts by file name.
 
     Each module follows those it imports, without its import lines and `export` keywords. A name that two modules
     declare becomes a syntax error.

@@ -86,9 +86,7 @@ class MetricRows:
         if not is_int64(row.get("step")):
             return
         if "metric" not in row:
-            self._add_row(
-                {sys.intern(name): value for name, value in row.items()}
-            )  # all rows have the same names
+            self._add_row({sys.intern(name): value for name, value in row.items()})  # all rows have the same names
         elif is_number(row.get("value")):
             score = {name: row.get(name) for name in ("step", "metric", "value", "std", "better")}
             score["std"] = score["std"] if is_number(score["std"]) else None

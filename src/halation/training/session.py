@@ -370,7 +370,7 @@ class TrainingSession:
         code = exit_code(stop_signal or signal.SIGINT)
         if not stop_signal and launcher.has_restarts_left():
             code = 0
-        raise Interrupted(f"asked to stop {by}: saved at step {step}; the same command goes on from there", code)
+        raise Interrupted(f"asked to stop {by}: saved at step {step}; run the same command to resume", code)
 
     def _make_periodic_tasks(self) -> PeriodicTasks:
         return PeriodicTasks(
