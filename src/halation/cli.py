@@ -296,7 +296,7 @@ def _usage_text() -> str:
             "",
             "halation COMMAND --help lists the flags. Dashes and underscores are the same; "
             "flags override --config FILE (YAML, TOML, JSON).",
-            "--input_limits SCALE raises the limits on the size of input files; "
+            "--input_limits SCALE raises the limits on input files; "
             "--follow_links allows links in an image folder that point outside of it.",
         ]
     )

@@ -383,7 +383,7 @@ def test_the_fingerprint_follows_what_decides_a_lesson_and_nothing_else(tmp_path
     assert same(plan(**looked), plan(**looked, teacher_steps=9))
     assert not same(plan(**looked), plan(**looked, time_shift=2.0))
     school = School(tmp_path, teacher, plan("velocity"), num_items=2)
-    with pytest.raises(ValueError, match="the plan it was made for"):
+    with pytest.raises(ValueError, match="must hold the plan"):
         school.build(fingerprint={"teacher": "tiny"})
     school.build()
     school.fingerprint["teacher"] = "another"

@@ -149,7 +149,7 @@ def test_it_starts_without_what_takes_seconds_to_import(folder: Path) -> None:
         timeout=60,
     )
     assert done.stdout.splitlines()[-1] == "code 143 heavy []", done
-    assert "may ask trainings to sample, save or stop" in done.stdout
+    assert "can make trainings sample, save or stop" in done.stdout
 
 
 def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> None:

@@ -217,7 +217,7 @@ def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its
     assert cli.main(["gallery", str(training), str(tmp_path), "--export", str(page)]) == 2, (
         "two runs are below the second"
     )
-    assert "name one of them, or each" in capsys.readouterr().err
+    assert "give one of these folders, or all" in capsys.readouterr().err
 
 
 def test_what_lies_inside_a_run_belongs_to_it(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def write_prompts(path: Path) -> None:
 
 
 def compare_outputs(one: Path, other: Path) -> tuple[int, list[str]]:
-    """Return the number of bit-identical images, and the files that differ or are missing in one."""
+    """Return the number of bit-identical images, and the files that differ or are missing."""
     names = [*sorted({path.name for folder in (one, other) for path in folder.glob("*.png")}), METADATA_FILE]
     contents = [[path.read_bytes() if path.exists() else None for path in (one / name, other / name)] for name in names]
     different = [name for name, (first, second) in zip(names, contents, strict=True) if first != second]
