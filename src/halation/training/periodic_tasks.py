@@ -61,8 +61,8 @@ class CheckpointSchedule:
     global_batch: int
     eval_every: int = 0
     epoch_interval: int = 0
-    """Schedule the end of every this many epochs, for runs that count in epochs of whole steps. 0 derives the interval
-    from the others (`default_epoch_interval`)."""
+    """Epochs between scheduled epoch ends, for runs that count in epochs of whole steps (at least one). 0 derives it from
+    the other intervals (`default_epoch_interval`)."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -97,7 +97,10 @@ class CheckpointSchedule:
         return None
 
     def should_evaluate(self, step: int) -> bool:
-        """Return True if this step is evaluated, which does not schedule a checkpoint."""
+        """Return True if this step is evaluated, which does not schedule a checkpoint.
+
+        The last step has both.
+        """
         return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.n_steps)
 
 
