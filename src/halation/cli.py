@@ -22,7 +22,7 @@ from halation.input_files import RefusedFileError, use_limits
 
 
 class Command(NamedTuple):
-    """A command: its module has `run(config)`, and the module `config` beside that has the class of its flags."""
+    """A command: `module` has `run(config)`; the config module next to it has class `config`."""
 
     module: str
     config: str
@@ -30,40 +30,38 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(
-        "training.command", "TrainConfig", "train a diffusion transformer on every rank, with samples from every rank"
-    ),
+    "train": Command("training.command", "TrainConfig", "train a diffusion transformer, with samples from every rank"),
     "distill": Command(
         "distillation.command",
         "DistillConfig",
-        "distil a teacher into a smaller student, or one that draws in few steps",
+        "distil a teacher into a smaller student, or one that samples in few steps",
     ),
-    "sample": Command("sampling.command", "SampleConfig", "draw images from a checkpoint on every rank"),
+    "sample": Command("sampling.command", "SampleConfig", "sample images from a checkpoint on every rank"),
     "generate": Command(
-        "generation.command", "GenerateConfig", "draw an image for every prompt of a list on every GPU, resumable"
+        "generation.command", "GenerateConfig", "generate an image for each prompt of a list on all GPUs, resumable"
     ),
     "evaluate": Command(
         "evaluation.command",
         "EvaluateConfig",
-        "score images: FID, KID, precision and recall, CLIP score, on every GPU, or an error",
+        "score images: FID, KID, precision and recall, CLIP score, on all GPUs",
     ),
     "watch": Command(
         "watcher.command",
         "WatchConfig",
-        "follow a folder of checkpoints: draw from each, score it, plot it, keep the best",
+        "watch a folder of checkpoints: generate from each, score it, plot it, keep the best",
     ),
     "ctl": Command("tools.ctl", "CtlConfig", "ask a running training to sample, save or stop at its next step"),
     "gallery": Command(
         "gallery.command",
         "GalleryConfig",
-        "look at runs in a browser: samples by step, images, losses and scores, live",
+        "show runs in a browser, live: samples by step, images, losses and scores",
     ),
     "demo": Command(
         "tools.demo",
         "DemoConfig",
-        "the whole loop on embedded data in minutes: train, draw through a kill, score, look",
+        "the whole workflow on embedded data in minutes: train, generate, score, view",
     ),
-    "doctor": Command("tools.doctor", "DoctorConfig", "show devices, versions, backends, and what is missing"),
+    "doctor": Command("tools.doctor", "DoctorConfig", "show devices, versions, backends and missing packages"),
 }
 RANK_COMMANDS = ("train", "distill", "sample", "evaluate")
 """Commands that join the ranks of torchrun or srun."""
@@ -71,7 +69,10 @@ TRUE_WORDS, FALSE_WORDS = ("true", "1", "yes", "on"), ("false", "0", "no", "off"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 failures, 2 bad input, 130 or 143 interrupted."""
+    """Run a command and return its exit code.
+
+    0 is done, 1 failures, 2 bad input, 130 or 143 interrupted.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage_text())
@@ -85,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(
     command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> int:
-    """Run one command and return its exit code; a recipe brings its own defaults and the name it goes by."""
-    # Read by torch when it is imported. A rank that outlives the host of the store would print twenty-five frames.
+    """Run one command and return its exit code; recipes pass their own defaults and name."""
+    # Read by torch on import. A rank that outlives the host of the store would print a C++ stack trace of 25 frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command in RANK_COMMANDS and launcher.is_launched():
         stop_signals.remember_signals()
     code = _run_command(command, args, defaults, prog)
     if code and "RANK" in os.environ and "torch" in sys.modules:
-        # A rank that failed must not wait, in taking its groups down, for peers that wait for it.
+        # On teardown of its groups, a failed rank would wait for peers that wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -120,7 +121,7 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader went away (halation ... | head); Python would complain again when it flushes at exit.
+        # The reader closed the pipe (halation ... | head); Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -129,14 +130,14 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
         if message:
             _print_error(f"{name}: {message}")
             return 1
-        _print_error(f"{name}: this is a defect in Halation or in a library below it:\n{traceback.format_exc()}")
+        _print_error(f"{name}: this is a bug in Halation or in a library it uses:\n{traceback.format_exc()}")
         return 1
 
 
 def parse(
     command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> Any:
-    """The command's config: defaults, below `--config FILE`, below flags."""
+    """Parse the config of a command: flags override `--config FILE`, which overrides defaults."""
     import tyro
 
     config_class = config_type(command)
@@ -148,7 +149,7 @@ def parse(
         f.name for f in dataclasses.fields(config_class) if f.default is f.default_factory is dataclasses.MISSING
     ]
     default = {} if any(name not in settings for name in required) else {"default": config_class(**settings)}
-    if not default and settings:  # flags must give the rest; put the file's settings in front of them
+    if not default and settings:  # flags must supply the required settings; put those of the file in front of them
         rest = [*_as_flags(settings), *rest]
     return tyro.cli(
         config_class,
@@ -167,7 +168,7 @@ def config_type(command: str) -> Any:
 
 
 def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
-    """Allow `--gpu_ids 0,1,2` for lists of numbers or choices, and `--compile False` for switches."""
+    """Allow `--gpu_ids 0,1,2` for lists of numbers or choices, `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
     args = _use_current_names(hints, _resolve_positionals(config_type, args))
     lists = {
@@ -188,7 +189,7 @@ def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
                 result.append(word if value in TRUE_WORDS else f"--no_{current}")
                 position += 1
                 continue
-            # For tyro these take a value, because "not said" is a third one; users may leave it out.
+            # For tyro these flags take a value, because None is a third state; users may omit it.
             if current.removeprefix("no_") in optional_switches:
                 has_value = value in TRUE_WORDS + FALSE_WORDS
                 is_on = (value in TRUE_WORDS if has_value else True) != current.startswith("no_")
@@ -203,7 +204,7 @@ def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
 
 
 def _use_current_names(names: Collection[str], args: Sequence[str]) -> list[str]:
-    """Flags that were renamed, by the names of today."""
+    """Replace renamed flags by their current names."""
     result = []
     for word in _split_equals(args):
         flag = word[2:].replace("-", "_") if word.startswith("--") else ""
@@ -214,7 +215,7 @@ def _use_current_names(names: Collection[str], args: Sequence[str]) -> list[str]
 
 
 def _resolve_positionals(config_type: Any, args: Sequence[str]) -> list[str]:
-    """`--run X` for what is otherwise given by its place: config files and scripts know settings by their names."""
+    """Accept `--run X` for a positional argument: config files and scripts use names."""
     names = [f.name for f in dataclasses.fields(config_type) if f.metadata.get("positional")]
     args = _split_equals(args) if names else list(args)
     for name in names:
@@ -254,7 +255,7 @@ def _pop_config_flag(args: Sequence[str]) -> tuple[Path | None, list[str]]:
         if word == "--config" or word.startswith("--config="):
             value = word.partition("=")[2] if "=" in word else (args[position + 1] if position + 1 < len(args) else "")
             if not value:
-                raise InputError("--config without a file", "--config FILE.yaml, .toml or .json", "name the file")
+                raise InputError("--config without a file", "--config FILE.yaml, .toml or .json", "give a file")
             position += 1 if "=" in word else 2
             file = Path(value)
             continue
@@ -264,7 +265,10 @@ def _pop_config_flag(args: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _pop_input_flags(args: Sequence[str]) -> tuple[str | None, bool, list[str]]:
-    """`--input_limits SCALE` and `--follow_links`, which all commands have and no run records; and the other words."""
+    """Split off `--input_limits SCALE` and `--follow_links`.
+
+    All commands have these flags, and no run records them.
+    """
     scale, follow_links, rest = None, False, []
     words = iter(args)
     for word in words:
@@ -285,15 +289,15 @@ def _usage_text() -> str:
         [
             "usage: halation COMMAND [--flags]",
             "",
-            "Train, sample and generate with diffusion transformers on every GPU that is there.",
+            "Train, sample and generate with diffusion transformers on all available GPUs.",
             "",
             "commands:",
             *lines,
             "",
             "halation COMMAND --help lists the flags. Dashes and underscores are the same; "
-            "--config FILE (YAML, TOML, JSON) lies below flags.",
-            "--input_limits SCALE raises the limits on files that are read; "
-            "--follow_links lets links in a folder of images lead out of it.",
+            "flags override --config FILE (YAML, TOML, JSON).",
+            "--input_limits SCALE raises the limits on input files; "
+            "--follow_links allows links in an image folder that point outside of it.",
         ]
     )
 

@@ -49,7 +49,7 @@ def student(folder: Path, **values: Any) -> str:
         ({"teacher_cache": False}, ["--no_teacher_cache", "a list of prompts"]),
         ({"teacher_steps": 1}, ["--teacher_steps 1", "pure noise", "--teacher_steps 50"]),
         ({"caption_dropout": 0.1}, ["--caption_dropout 0.1", "5 trajectories of 5 prompts", "--trajectories 50"]),
-        ({"caption_dropout": 0.1, "trajectories": 9}, ["9 trajectories of 5 prompts", "2 trajectories a prompt"]),
+        ({"caption_dropout": 0.1, "trajectories": 9}, ["9 trajectories of 5 prompts", "2 trajectories per prompt"]),
         (
             {"caption_dropout": 0.1, "trajectories": 3, "max_images": 2},
             ["3 trajectories of 2 prompts", "--trajectories 20"],
@@ -135,7 +135,7 @@ def test_a_student_as_a_teacher_is_not_guided_again_and_one_of_few_steps_is_none
     )
     description["sampling"]["distilled"] = {"objective": "trajectory", "steps": 4}
     (folder / "config.json").write_text(json.dumps(description))
-    with pytest.raises(InputError, match="4 steps"):
+    with pytest.raises(InputError, match="is a 4-step student"):
         distill.resolve_config(asked(tmp_path, teacher_path=str(folder)))
 
 

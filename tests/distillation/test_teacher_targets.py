@@ -324,7 +324,7 @@ def test_answers_that_are_not_finite_are_refused_with_their_prompt(
         answer[1] = value
         return answer
 
-    with pytest.raises(InputError, match="the teacher answers 'a blue bus' with numbers that are not finite") as caught:
+    with pytest.raises(InputError, match="the teacher's targets for 'a blue bus' are not finite") as caught:
         school.build(predict=predict)
     assert "--teacher_dtype" in caught.value.action
     assert not list(school.folder.glob("*.safetensors"))
@@ -383,7 +383,7 @@ def test_the_fingerprint_follows_what_decides_a_lesson_and_nothing_else(tmp_path
     assert same(plan(**looked), plan(**looked, teacher_steps=9))
     assert not same(plan(**looked), plan(**looked, time_shift=2.0))
     school = School(tmp_path, teacher, plan("velocity"), num_items=2)
-    with pytest.raises(ValueError, match="the plan it was made for"):
+    with pytest.raises(ValueError, match="must hold the plan"):
         school.build(fingerprint={"teacher": "tiny"})
     school.build()
     school.fingerprint["teacher"] = "another"

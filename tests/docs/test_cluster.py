@@ -44,5 +44,5 @@ def test_two_agents_of_torchrun_train_together_and_their_restart_resumes_by_itse
             one.wait()
     assert [one.returncode for one in agents] == [0, 0], said
     assert (tmp_path / "faults").read_text() == "train.step:3:kill:1\n"
-    assert "going on from step 2" in said[0] + said[1]
+    assert "resuming from step 2" in said[0] + said[1]
     assert (tmp_path / "run" / "export" / "model.pth").is_file()

@@ -196,7 +196,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_
     for log in ("second", "third"):
         assert finish(halation(words), tmp_path / log) == 2
         said = (tmp_path / log).read_text()
-        assert "is whole; damaged: step_0000002, step_0000001" in said
+        assert "is valid; damaged: step_0000002, step_0000001" in said
         assert "--restart" in said
         assert "Traceback" not in said
     assert {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")} == before
@@ -223,10 +223,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_o
     assert finish(halation(words), tmp_path / "second") == 0
     said = (tmp_path / "second").read_text()
     assert "step_0000004 is damaged: optimizer.safetensors does not have the SHA-256 it was saved with" in said
-    assert "set aside as" in said
+    assert "damaged checkpoint renamed to" in said
     assert checker.bits(tmp_path / "run" / "checkpoints" / "step_0000004") == wanted
     assert len(list((tmp_path / "run" / "checkpoints").glob("damaged_step_0000004_*"))) == 1
-    assert "going on from step 3" in (tmp_path / "run" / "logs" / "train.log").read_text()
+    assert "resuming from step 3" in (tmp_path / "run" / "logs" / "train.log").read_text()
     assert commands.last_step(tmp_path / "run") == 4
 
 

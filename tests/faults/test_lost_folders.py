@@ -214,7 +214,7 @@ def test_a_training_whose_folder_is_moved_goes_on_from_its_checkpoint_when_it_is
     newest = max(checker.good(run / "checkpoints"))
     words = halation(train(run, nproc=nproc, n_steps=newest + 2, ckpt_every=20, keep_last=2))
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
-    assert f"going on from step {newest}" in (run / "logs" / "train.log").read_text()
+    assert f"resuming from step {newest}" in (run / "logs" / "train.log").read_text()
     assert checker.leftovers(run) == []
 
 

@@ -37,7 +37,7 @@ def test_a_signal_while_the_teacher_is_asked_costs_one_item_a_rank(
         commands.until(lambda: answers(tmp_path) >= 6 * NUM_STEPS, 120, command)
         command.process.send_signal(number)
         assert command.process.wait(60) == code, command.said()
-    told = re.search(r"asked to stop: (\d+) of 40 items are kept; the same command goes on", command.said())
+    told = re.search(r"asked to stop: (\d+) of 40 items are saved; run the same command to resume", command.said())
     assert told, command.said()
     kept = int(told[1])
     assert NUM_STEPS * kept <= answers(tmp_path) <= NUM_STEPS * (kept + nproc), (

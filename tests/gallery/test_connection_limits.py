@@ -307,7 +307,7 @@ def test_pages_that_listen_have_a_limit_of_their_own_and_the_next_one_gets_a_sen
         connection, response = gallery.listen()
         stack.callback(connection.close)
         assert response.status == 503
-        assert b"16 pages of this gallery are open already; close some of them" in response.read()
+        assert b"16 pages of this gallery are already open; close some of them" in response.read()
         assert gallery.answer_s() < ANSWER_S
         for opened in streams.pop():
             opened.close()

@@ -117,7 +117,7 @@ def test_a_second_gallery_takes_the_next_port_and_the_two_never_meet_and_no_secr
 ) -> None:
     with started(folder, "--port", "0") as (first, _, port, token):
         with started(folder, "--port", str(port)) as (second, said, other_port, other_token):
-            assert f"port {port} is taken, this is {other_port}" in said
+            assert f"port {port} is in use, using port {other_port}" in said
             assert token != other_token
             cookie, other = cookie_of(port, token), cookie_of(other_port, other_token)
             assert ask(other_port, f"/?token={token}")[0].status == 403
@@ -149,7 +149,7 @@ def test_it_starts_without_what_takes_seconds_to_import(folder: Path) -> None:
         timeout=60,
     )
     assert done.stdout.splitlines()[-1] == "code 143 heavy []", done
-    assert "may ask trainings to sample, save or stop" in done.stdout
+    assert "can make trainings sample, save or stop" in done.stdout
 
 
 def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> None:
@@ -177,8 +177,8 @@ def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> 
         (["file"], "file is not a folder"),
         ([".", "--port", "70000"], "--port 70000"),
         ([".", "--port", "-1"], "--port -1"),
-        ([".", "--host", "203.0.113.9"], "--host 203.0.113.9 is no address of this machine"),
-        ([".", "--host", "no such host"], "--host no such host is no address of this machine"),
+        ([".", "--host", "203.0.113.9"], "--host 203.0.113.9 is not an address of this machine"),
+        ([".", "--host", "no such host"], "--host no such host is not an address of this machine"),
         ([".", "--export", "page.html"], "no run below"),
         ([".", "--export", "page.html", "--export_images", "-1"], "--export_images -1"),
     ],

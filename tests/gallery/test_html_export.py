@@ -217,7 +217,7 @@ def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its
     assert cli.main(["gallery", str(training), str(tmp_path), "--export", str(page)]) == 2, (
         "two runs are below the second"
     )
-    assert "name one of them, or each" in capsys.readouterr().err
+    assert "give one of these folders, or all" in capsys.readouterr().err
 
 
 def test_what_lies_inside_a_run_belongs_to_it(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     exported(run, page)
     page.write_text("<!doctype html>\n<title>mine · Halation</title>\n" + " " * 4_000 + html_export.EXPORT_MARKER)
     before = page.read_bytes()
-    with pytest.raises(InputError, match="is not a page that this command wrote"):
+    with pytest.raises(InputError, match="is not an export of this command"):
         exported(run, page)
     assert page.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

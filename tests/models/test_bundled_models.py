@@ -244,7 +244,7 @@ def test_to_fine_tune_it_the_other_flag_is_named() -> None:
 
 
 def test_watch_has_nothing_to_wait_for() -> None:
-    with pytest.raises(InputError, match=r"(?s)model of the package.*halation evaluate --model_path streets-64"):
+    with pytest.raises(InputError, match=r"(?s)bundled model.*halation evaluate --model_path streets-64"):
         watch.resolve_config(WatchConfig(run=Path("streets-64")))
 
 

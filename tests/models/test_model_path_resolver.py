@@ -172,7 +172,7 @@ def test_a_pipeline_whose_configs_name_no_size_is_drawn_as_large_as_its_call_dra
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     assert train.native_size(tmp_path) == (480, 832)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(InputError, match="does not say what size"):
+    with pytest.raises(InputError, match="cannot find the native image size"):
         train.native_size(tmp_path)
 
 

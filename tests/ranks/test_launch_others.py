@@ -53,7 +53,7 @@ def test_torchrun_starts_a_killed_rank_again_and_it_resumes_by_itself(tmp_path: 
     words = torchrun("--standalone", "--nproc_per_node", "2", "--max_restarts", "1") + train(run, nproc=None)
     assert finish(words, tmp_path / "log", "train.step:3:kill:1:once") == 0, (tmp_path / "log").read_text()
     assert fired(tmp_path / "log") == ["train.step:3:kill:1"]
-    assert "going on from step 2" in (run / "logs" / "train.log").read_text()
+    assert "resuming from step 2" in (run / "logs" / "train.log").read_text()
     assert commands.last_bits(run) == commands.unbroken()
 
 

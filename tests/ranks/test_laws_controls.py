@@ -96,7 +96,7 @@ def test_samples_and_saves_that_were_asked_for_are_invisible_to_training(
 def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = rank_jobs.small_config(run, n_steps=5)
-    words = "asked to stop by `halation ctl`: saved at step 3; the same command goes on from there"
+    words = "asked to stop by `halation ctl`: saved at step 3; run the same command to resume"
     assert ranks.run(3, train_asked, config, {2: ("stop", "sample")}) == [(3, words, 130)] * 3
     assert answers(run) == [("sample", 3, ""), ("stop", 3, "")]
     assert saved_steps(run) == drawn_steps(run) == [3], "the stop comes last"
@@ -211,7 +211,7 @@ def test_a_person_samples_saves_and_stops_a_training_while_it_takes_its_steps(
         assert ctl.run(CtlConfig(run=folder, action=action)) == 0  # type: ignore[arg-type]
         asked, taken = capsys.readouterr().out.splitlines()
         assert asked == f"asked {folder} to {action} at its next step"
-        told.append(int(taken.removeprefix("taken at step ")))
+        told.append(int(taken.removeprefix("accepted at step ")))
     thread.join()
     assert told == sorted(set(told))
     assert answers(folder) == [("sample", told[0], ""), ("save", told[1], ""), ("stop", told[2], "")]

@@ -222,7 +222,7 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
     assert not (folder / f"evaluation/step_{NUM_STEPS:07d}.json").exists()
     for rank in (0, 1):
         said = run_folders.log_of(folder, rank)
-        assert f"the evaluation of step {NUM_STEPS} failed; training goes on" in said
+        assert f"the evaluation of step {NUM_STEPS} failed; training continues" in said
         assert f"rank {culprit}: " in said
 
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("evaluation/step_*/*/chunk_*")}
@@ -273,7 +273,7 @@ def test_an_evaluation_that_fails_in_the_middle_of_its_drawing_leaves_the_bits_o
 ) -> None:
     assert ranks.run(2, train_clumsily, evaluated(tmp_path, engine=engine)) == [NUM_STEPS] * 2
     assert not list(tmp_path.glob("evaluation/step_*.json"))
-    assert "the evaluation of step 1 failed; training goes on: clumsy" in run_folders.log_of(tmp_path, 0)
+    assert "the evaluation of step 1 failed; training continues: clumsy" in run_folders.log_of(tmp_path, 0)
     assert run_folders.losses(tmp_path) == run_folders.losses(trained(engine))
     assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(trained(engine), NUM_STEPS)
 

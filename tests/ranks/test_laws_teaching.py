@@ -28,7 +28,7 @@ def test_a_build_that_one_rank_was_asked_to_stop_keeps_what_all_have_and_goes_on
 ) -> None:
     config = asked(tmp_path / "run", trajectories=6)
     first = ranks.run(2, teaching_jobs.prepared, config, 6, 1, **PATIENCE)
-    said = "asked to stop: 4 of 6 items are kept; the same command goes on"
+    said = "asked to stop: 4 of 6 items are saved; run the same command to resume"
     assert [one.stopped for one in first] == [(143, said)] * 2
     assert [one.num_forwards for one in first] == [3 * 4, 6], (
         "the rank that was not asked was busy, the other stops at once"
@@ -60,10 +60,10 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
     for name, num_steps in (("few", 500), ("many", 501)):
         config = asked(tmp_path / name, trajectories=5, n_steps=num_steps)  # 5 x 4 teacher targets, 2 rows a step
         (one,) = ranks.run(1, teaching_jobs.prepared, config, **PATIENCE)
-        assert "about 5 trajectories, which takes 20 answers" in one.told[0]
+        assert "of 5 trajectories once, with 20 teacher predictions" in one.told[0]
         assert one.num_forwards == 20
         assert len(one.told) == (1 if name == "few" else 2)
-    assert "each of the 20 teacher targets" in one.told[1]
+    assert "each of the 20 cached teacher targets" in one.told[1]
     assert "--trajectories" in one.told[1]
 
 

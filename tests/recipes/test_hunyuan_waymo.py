@@ -230,7 +230,7 @@ def test_from_nothing_two_ranks_train_on_the_cpu_and_more_steps_on_one_rank_go_o
     assert list((run / "tensorboard").iterdir())
     code, _, said = started([*BASE, "22", "--max-pictures", "16", "--nproc", "1", "--sample_all"], tmp_path)
     assert code == 0, said
-    assert "going on from step 20" in said
+    assert "resuming from step 20" in said
     assert len(sample_names(run / "samples" / "step_0000022")) == 16
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert (min(steps), max(steps)) == (1, 22)

@@ -51,7 +51,7 @@ def play_watch(kind: str, seconds: float) -> None:
                 progress.show_status(f"step {step}: drawing", f"{number} of 10 images")
                 time.sleep(seconds / 20)
             progress.show_event("scored", f"step {step}: fd 3.2\x1b[2J", step=step, metrics={"fd": 3.2})
-        progress.show_event("warning", "step_0000600 was removed before its turn came; it is skipped")
+        progress.show_event("warning", "step_0000600 was removed before it was scored; skipping it")
 
 
 if __name__ == "__main__":

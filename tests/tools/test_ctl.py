@@ -111,7 +111,7 @@ def test_a_training_that_holds_its_folder_but_is_no_run_yet_is_waited_for(
     later(lambda: record(folder))
     later(lambda: (inbox.poll(), inbox.respond(1, {})), 0.5)
     assert ctl.run(CtlConfig(run=folder, action="save", wait_s=20.0)) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "taken at step 1"
+    assert capsys.readouterr().out.splitlines()[1] == "accepted at step 1"
     own(folder, command="generate")
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match="run is not a run"):
@@ -126,7 +126,7 @@ def test_an_owner_on_another_machine_is_believed_and_a_wish_nobody_took_is_withd
     assert ctl.run(CtlConfig(run=folder, action="save", wait_s=0.1)) == 1
     asked, late = capsys.readouterr().out.splitlines()
     assert asked == f"asked {folder} to save at its next step"
-    assert late.startswith("not taken within 0.1 s, withdrawn")
+    assert late.startswith("not accepted within 0.1 s, withdrawn")
     assert not (folder / control_requests.CONTROL_FOLDER).exists()
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_dies_with_a_wish_in_hand_is_said_to_have_ended(
     inbox = control_requests.ControlInbox(running, is_enabled=True)
     later(lambda: (inbox.poll(), (running / ".owner.json").unlink()))
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
-    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
+    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it accepted the request"
 
 
 def test_a_run_that_dies_or_starts_anew_before_it_looks_has_ended_whatever_the_time(
@@ -164,11 +164,11 @@ def test_a_run_that_dies_or_starts_anew_before_it_looks_has_ended_whatever_the_t
 ) -> None:
     later(lambda: own(running, since="2026-01-01 00:00:09"))
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
-    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
+    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it accepted the request"
     pid = dead_process()
     later(lambda: own(running, pid=pid))
     assert ctl.run(CtlConfig(run=running, action="save", wait_s=20.0)) == 1
-    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it took that"
+    assert capsys.readouterr().out.splitlines()[1] == f"{running} ended before it accepted the request"
     assert not (running / control_requests.CONTROL_FOLDER).exists()
 
 

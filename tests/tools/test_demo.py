@@ -100,8 +100,8 @@ def test_another_number_of_steps_is_refused_in_the_demos_own_words(
     for number in ("50", "900"):
         assert cli.main(["demo", "--output_dir", str(tmp_path), "--n_steps", number]) == 2
         said = capsys.readouterr().err
-        assert f"--n_steps {number}, but {tmp_path} was begun with --n_steps 600" in said
-        assert "give --n_steps 600 to go on, or another --output_dir" in said
+        assert f"--n_steps {number}, but {tmp_path} was started with --n_steps 600" in said
+        assert "give --n_steps 600 to resume, or another --output_dir" in said
 
 
 # -- equal or not

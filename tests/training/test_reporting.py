@@ -9,7 +9,7 @@ from halation.training.reporting import count_adapter_layers, describe_parameter
 def test_a_run_of_adapters_says_what_is_trained_beside_what_there_is() -> None:
     assert describe_parameters(TrainConfig(), 2_800_000, 2_800_000) == "2.8 M parameters"
     words = describe_parameters(TrainConfig(lora_rank=4), 12_300, 2_800_000)
-    assert words == "adapters of rank 4, 0.0123 M parameters beside the 2.8 M parameters of all"
+    assert words == "adapters of rank 4 with 0.0123 M of 2.8 M parameters"
 
 
 def test_layers_with_adapters_are_counted_by_their_names_in_a_block() -> None:

@@ -146,7 +146,7 @@ def test_metrics_of_words_are_refused_where_there_are_classes(tmp_path: Path) ->
 def test_agreement_is_refused_where_no_caption_speaks_of_streets(tmp_path: Path) -> None:
     asked = {"eval_metrics": ("agreement",), "eval_extractor": "streets"}
     source = images(tmp_path / "grey", 20)
-    with pytest.raises(InputError, match="names what the streets network looks for"):
+    with pytest.raises(InputError, match="names anything the streets network detects"):
         open_evaluation_data(config(tmp_path / "run", data=source.name, **asked), source, RunFolder(tmp_path / "run"))
     source = images(tmp_path / "street", 20, captions="A rural road with two cars")
     assert open_evaluation_data(

@@ -86,7 +86,7 @@ def test_each_whole_checkpoint_has_images_a_grid_and_numbers(scored: dict[str, A
     assert read_png(folder / "metrics.png")[0].size
     assert scored["call"].returncode == 0
     said = scored["call"].stderr
-    assert "2 checkpoints wait; the oldest first" in said
+    assert "2 checkpoints waiting; scoring the oldest first" in said
     assert "step 2: FD-streets" in said
     assert "step 6: FD-streets" in said
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_whose_turn_came_is_not_called_skipped_when_it_is_removed(
     with commands.started(words, tmp_path / "log") as command:
         commands.until((last_alone / "watch/.pinned/step_0000006/COMMIT.json").exists, command=command)
         shutil.rmtree(checkpoint)
-        last_words = "failed, it is left out" if is_damaged else "step 6: FD-streets"
+        last_words = "failed, skipping it" if is_damaged else "step 6: FD-streets"
         commands.until(lambda: last_words in command.said(), 120, command)
         command.process.terminate()
         assert command.process.wait(60) == 143
@@ -339,7 +339,7 @@ def test_it_follows_a_training_that_rotates_its_checkpoints(tmp_path: Path) -> N
         assert command.process.wait(60) == 143
     steps = {row["step"] for row in rows(run / "watch")}
     assert 200 in steps
-    skipped = command.said().count("it is skipped")
+    skipped = command.said().count("before it was scored; skipping it")
     assert len(steps) + skipped <= 4
     best = (run / "watch/best").read_text().strip()
     assert json.loads((run / "watch/best_checkpoint/COMMIT.json").read_text())["step"] == int(
@@ -362,7 +362,7 @@ def test_pipelines_of_any_trainer_are_scored_as_their_numbers_say(tmp_path: Path
     words += ["--height", "64", "--width", "64", "--metrics", "fd", "--allow_few", "--nproc", "1", "--settle_s", "0.2"]
     done = watch(tmp_path / "models", "--once", *words)
     assert done.returncode == 1
-    assert "half-5 is not whole" in done.stderr
+    assert "half-5 is incomplete" in done.stderr
     out = tmp_path / "models/watch"
     found = rows(out)
     assert [(row["step"], row["checkpoint"]) for row in found] == [(90, "checkpoint-90"), (1000, "checkpoint-1000")]
@@ -387,7 +387,7 @@ def test_one_that_never_gets_whole_is_named_and_fails(tmp_path: Path) -> None:
     (tmp_path / "models/checkpoint-5/model_index.json").write_text('{"unet": ["diffusers", "U"]}')
     done = watch(tmp_path / "models", "--once", "--reference", "streets", "--settle_s", 0)
     assert done.returncode == 1
-    assert "checkpoint-5 is not whole and does not change any more: unet/ is missing" in done.stderr
+    assert "checkpoint-5 is incomplete and no longer changes: unet/ is missing" in done.stderr
     assert json.loads((tmp_path / "models/watch/failed.json").read_text())["checkpoint-5"]["step"] == 5
 
 
@@ -412,7 +412,7 @@ def test_one_that_is_removed_before_its_turn_is_named_once(tmp_path: Path, capsy
     assert [each.step for each in watching.list_waiting()] == [4], "2 is too early, 7 is odd"
     shutil.rmtree(tmp_path / "checkpoints/step_0000004")
     assert watching.list_waiting() == watching.list_waiting() == []
-    assert capsys.readouterr().err == "step_0000004 was removed before its turn came; it is skipped\n"
+    assert capsys.readouterr().err == "step_0000004 was removed before it was scored; skipping it\n"
 
 
 def test_a_training_that_starts_again_leaves_what_the_watch_is_writing(tmp_path: Path) -> None:
@@ -509,5 +509,5 @@ def test_captions_of_a_folder_are_the_prompts_and_a_folder_without_any_is_refuse
     assert [row.prompt for row in load_prompts(config).rows()] == ["un été"]
     statistics = tmp_path / "real.npz"
     statistics.touch()
-    with pytest.raises(InputError, match="it is no folder"):
+    with pytest.raises(InputError, match="it is not a folder"):
         load_prompts(WatchConfig(run=tmp_path, reference=(str(statistics),)))

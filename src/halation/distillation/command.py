@@ -1,4 +1,4 @@
-"""`halation distill`: a session like training's, whose task is to learn from a teacher."""
+"""`halation distill`: a training session whose task is distillation."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ DEFAULT_STUDENT_STEPS = 4
 
 
 def run(config: DistillConfig) -> int:
-    """Distil, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
+    """Distil, as a rank of another launcher or on ranks started here.
+
+    Returns exit code 0 when the last step is saved.
+    """
     return train.launch(resolve_config(config), "distill", run_rank, open_record, new_task)
 
 
 def new_task(world: World, config: DistillConfig, run: RunFolder) -> DistillationTask:
-    """The task of a distillation; imported here, because a parent of ranks does without torch."""
+    """Create the task; imported here because the parent of the ranks must not import torch."""
     from halation.distillation.distillation_task import DistillationTask
 
     return DistillationTask(world, config, run, has_images=has_images(config.data_path))
 
 
 def run_rank(config: DistillConfig) -> None:
-    """One rank that the launcher started."""
+    """Run one rank that the launcher started."""
     train.run_rank(config, None, "distill", open_record, new_task)
 
 
 def resolve_config(config: DistillConfig) -> DistillConfig:
-    """Resolve short forms and defaults; raise for what is wrong before teacher and data are opened."""
+    """Resolve short forms and defaults, and check settings before opening teacher and data."""
     if config.objective != "velocity" and config.student_steps is None:
         config = dataclasses.replace(config, student_steps=DEFAULT_STUDENT_STEPS)
     check_settings(config)
@@ -80,7 +83,7 @@ def resolve_config(config: DistillConfig) -> DistillConfig:
 
 
 def has_images(data: str) -> bool:
-    """Whether a path names images and not prompts; a CSV file has images where a column could be one of them."""
+    """Return True if the data are images, not prompts; a CSV file needs a column for them."""
     path = Path(data)
     if data == "streets" or path.is_dir():
         return True
@@ -92,13 +95,13 @@ def has_images(data: str) -> bool:
         raise InputError(
             f"{data} is a file that ends with {path.suffix!r}",
             f"prompts in a file that ends with {', '.join(f'.{name}' for name in FORMATS)}, or a folder of images",
-            "name the file after what is in it",
+            "rename the file to match its format",
         )
     return True
 
 
 def _check_prompt_data(config: DistillConfig) -> None:
-    """Of prompts the teacher's own trajectories are learned from, and kept."""
+    """Check the settings for a list of prompts, where the teacher's trajectories are cached."""
     if config.eval_every:
         raise InputError(
             f"--eval_every with the prompts of {config.data_path}",
@@ -110,13 +113,13 @@ def _check_prompt_data(config: DistillConfig) -> None:
     if config.objective == "velocity" and config.teacher_steps < 2:
         raise InputError(
             f"--teacher_steps {config.teacher_steps} with a list of prompts",
-            "a trajectory of 2 steps at least: with fewer nothing but pure noise is on it",
+            "a trajectory of at least 2 steps: with one, its only state is pure noise",
             f"use --teacher_steps {DistillConfig().teacher_steps}",
         )
     if not config.teacher_cache:
         raise InputError(
             "--no_teacher_cache with a list of prompts",
-            "teacher targets that are kept: asked again at the same states the teacher says the same",
+            "a cache of teacher targets: at the same states the teacher's predictions do not change",
             "leave --no_teacher_cache out",
         )
     if config.caption_dropout:
@@ -125,7 +128,7 @@ def _check_prompt_data(config: DistillConfig) -> None:
             raise InputError(
                 f"--caption_dropout {config.caption_dropout:g} with {max(config.trajectories, num)} trajectories of "
                 f"{num} prompts",
-                "2 trajectories a prompt at least: each is learned either with its prompt or without, in every epoch",
+                "at least 2 trajectories per prompt: each is used either with or without its prompt, in every epoch",
                 f"use --trajectories {10 * num}, or leave --caption_dropout out",
             )
 
@@ -136,9 +139,9 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
         raise InputError(
-            f"--output_dir {config.output_dir} lies in the teacher's folder {folder}",
-            "a folder outside of it, since what lies in it is the teacher",
-            "choose another",
+            f"--output_dir {config.output_dir} is inside the teacher's folder {folder}",
+            "a folder outside of it, because its files identify the teacher",
+            "choose another folder",
         )
     sampling = read_export_settings(folder)
     config = _apply_teacher_guidance(config, folder, sampling)
@@ -150,7 +153,7 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
 
 
 def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
-    """A DiT draws one size, in its own space, at its own times."""
+    """Take size, image space and time shift from the DiT, which supports only its own."""
     from halation.models.checkpoint_loading import find_checkpoint, read_sampling_settings, read_space_description
 
     checkpoint = find_checkpoint(folder)
@@ -165,12 +168,13 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
     if config.image_size != size:
         raise InputError(
             f"--image_size {' '.join(map(str, config.image_size))}",
-            f"{size[0]} {size[1]}, the size that {folder} draws",
+            f"{size[0]} {size[1]}, the size of {folder}",
             "leave it out",
         )
     return dataclasses.replace(
         config,
-        # The checkpoint itself: a run that trains on would give ranks, and the next call, other teachers.
+        # The checkpoint, not its run: a run that is still training would give other ranks, and a resumed
+        # distillation, another teacher.
         teacher_path=model_folder.portable_name(checkpoint.resolve()),
         vae=str(space.get("path", "")),
         time_sampling=config.time_sampling or "logit_normal",
@@ -179,11 +183,11 @@ def _resolve_for_dit(config: DistillConfig, folder: Path) -> DistillConfig:
 
 
 def _apply_teacher_guidance(config: DistillConfig, folder: Path, sampling: Mapping[str, Any]) -> DistillConfig:
-    """With the guidance that a teacher of Halation's own is drawn with, which a student has in it already."""
+    """Default to the guidance scale that the teacher was saved with; reject few-step students."""
     if sampling.get("distillation_objective"):
         raise InputError(
-            f"{folder} was distilled to draw in {sampling['steps']} steps, and between them it has nothing to say",
-            "a teacher that answers at every noise level",
+            f"{folder} is a {sampling['steps']}-step student: it is undefined between its steps",
+            "a teacher that is defined at every noise level",
             "give its own teacher, or a student of --objective velocity",
         )
     if config.teacher_guidance is None and "guidance_scale" in sampling:
@@ -192,7 +196,7 @@ def _apply_teacher_guidance(config: DistillConfig, folder: Path, sampling: Mappi
 
 
 def open_record(config: DistillConfig, device: str) -> bool:
-    """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
+    """Open the run's record before any slow work, so that changed settings fail early."""
     if config.model_path:
         libraries: tuple[str, ...] = ("torch", "numpy", "diffusers", "transformers")
         teacher = model_folder.fingerprint(Path(config.model_path))

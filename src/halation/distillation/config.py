@@ -1,4 +1,4 @@
-"""Settings of `halation distill`: those of a training, and a teacher."""
+"""Settings of `halation distill`: those of `halation train`, and those of the teacher."""
 
 from __future__ import annotations
 
@@ -17,92 +17,90 @@ UnusedText = Annotated[str, tyro.conf.Suppress]
 UnusedNumber = Annotated[int, tyro.conf.Suppress]
 NOT_FOR_STUDENTS = {
     "model": "the student comes from the teacher: --student_config and --student_init",
-    "vae": "the teacher brings its own",
+    "vae": "the teacher's is used",
     "patch_size": "it is in --student_config",
-    "num_register_tokens": "the teacher's are kept",
-    "aspect_buckets": "a teacher's states have one shape",
-    "validation_images": "a student is measured against its teacher, not against images it never learned from",
+    "num_register_tokens": "the teacher's number is kept",
+    "aspect_buckets": "all states of a teacher have one shape",
+    "validation_images": "a student is compared with its teacher, not with held-out images",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TrainConfig):
-    """Distil a teacher into a smaller student, or into one that draws in few steps, on every rank.
+    """Distil a teacher into a smaller student, or into one that samples in few steps.
 
-    The same command again goes on where the last one stopped.
+    The same command, run again, resumes from the last checkpoint.
     """
 
     # -- teacher and student
     output_dir: Path = free_setting(Path("runs/distill"))
-    """Folder of the run: config, metrics, checkpoints, samples, logs, export."""
+    """Run folder: config, metrics, checkpoints, samples, logs, export."""
     teacher_path: str = free_setting("")
-    """Who is learned from: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), a run,
-    checkpoint or export of a DiT of Halation, or one of the package, such as `streets-64`."""
+    """The teacher: folder or hub name of a diffusers pipeline (Wan, HunyuanDiT, PixArt, SD3, FLUX), a run, checkpoint
+    or export of a DiT of Halation, or a bundled model such as `streets-64`."""
     model_path: str = free_setting("")
     """The same as --teacher_path."""
     student_config: str = free_setting("")
-    """JSON file of the student's shape: family, width, depth, heads, ...; null or left out means "as the teacher's".
-    Without a file the student has the teacher's shape."""
+    """JSON file with the student's shape: family, width, depth, heads, ...; null or a missing key means the teacher's
+    value. Without a file the student has the teacher's shape."""
     student_init: Literal["teacher", "random"] = setting("teacher")
-    """First weights: the teacher's, with layers left out and widths cut where the student is smaller, or random
-    ones."""
+    """Initial weights: random, or the teacher's, with layers dropped and widths cut if the student is smaller."""
     data_path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = setting("")
-    """Prompts (a TXT file with one a line, CSV, JSONL, Parquet), or captioned images: `streets`, a folder, or a CSV
+    """Prompts (a TXT file with one per line, CSV, JSONL, Parquet), or captioned images: `streets`, a folder, or a CSV
     with a column of images."""
     objective: ObjectiveName = setting("velocity")
     """velocity: the teacher's prediction at every noise level. trajectory: the end points of the teacher's trajectory,
     in --student_steps steps. dmd: the teacher's distribution, in --student_steps steps, with a second network that
     learns the student's."""
     student_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = setting(None, low=1, high=64)
-    """Steps the student draws in, for trajectory and dmd; by default 4."""
+    """Number of sampling steps of the student, for trajectory and dmd; by default 4."""
     teacher_guidance: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = setting(None, low=0)
-    """Guidance of the teacher, which the student learns to do without; 1 is none. By default what the teacher is drawn
-    with: by its run, or its family."""
+    """Guidance of the teacher, which is distilled into the student; 1 disables it. By default the guidance scale of the
+    teacher's run, or of its family."""
     feature_weight: float = setting(0.0, low=0)
-    """Weight of matching the teacher's features in the middle of the network, through a learned projection; for
+    """Weight of the feature matching loss between the middle of both networks, through a learned projection; for
     velocity."""
     fake_updates: int = setting(5, low=1)
     """dmd: steps of the second network for each step of the student; --n_steps counts both."""
     fake_lr: float = setting(0.0, low=0)
     """dmd: learning rate of the second network; 0 is --lr."""
 
-    # -- what the teacher does
+    # -- teacher targets
     teacher_steps: int = setting(50, low=1)
     """Steps of the teacher's trajectory from noise to an image, for its states and for its samples."""
     teacher_states: int = setting(8, low=1)
-    """States kept of each trajectory, or drawn for each image, for velocity and trajectory."""
+    """States kept of each trajectory, or noised states per image, for velocity and trajectory."""
     trajectories: int = setting(0, low=0)
-    """Ways drawn for a list of prompts, from different noise; 0 is one a prompt."""
+    """Number of trajectories for a list of prompts, from different noise; 0 is one per prompt."""
     teacher_cache: bool = setting(True)
-    """Ask the teacher once, before training, and keep what it says; --no_teacher_cache asks it at every step, about
-    images."""
+    """Compute the teacher targets once, before training, and cache them; --no_teacher_cache (images only) runs the
+    teacher at every step."""
     teacher_dtype: Literal["", "fp32", "bf16", "fp16"] = setting("")
     """Precision of the teacher's forwards, and of a pipeline's weights; by default --dtype."""
     teacher_placement: TeacherPlacement = free_setting("gpu")
-    """Where the teacher is: whole on every rank's GPU, in shards over the ranks (fsdp), layer by layer over a rank's
-    spare GPUs (layers), or in host memory, computed there (cpu)."""
+    """Where the teacher runs: replicated on every rank's GPU (gpu), sharded over the ranks (fsdp), split by layers over
+    a rank's spare GPUs (layers), or on the CPU (cpu)."""
     teacher_on_cpu: bool = free_setting(False)
     """The same as --teacher_placement cpu."""
     teacher_batch_size: int = free_setting(0, low=0)
-    """Rows of one forward of the teacher; 0 takes the student's batch at once, and of what it is asked once on a CPU
-    8."""
+    """Rows in one forward of the teacher; 0 uses the student's batch, for cached targets at least 8 on a GPU, 8 on a
+    CPU, and 1 if only the teacher is on the CPU."""
     teacher_samples: bool = free_setting(True)
-    """Draw the teacher's image for each prompt once, to stand beside the student's."""
+    """Sample the teacher once for each prompt, to show next to the student's samples."""
 
-    # -- what is written when
+    # -- checkpoints and logs
     num_epochs: int = setting(0, change="grows", low=0)
-    """Passes over the data, each of whole steps and one at least; instead of --n_steps. Of dmd the second network's
-    steps count too."""
+    """Passes over the data, instead of --n_steps; each has whole steps, at least one. With dmd, steps of the second
+    network count too."""
     sample_interval: int = free_setting(1, low=1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
     warmup_steps: int = setting(20, low=0)
-    """Steps over which the learning rate rises from zero: a student that begins as its teacher has something to
-    lose."""
+    """Steps over which the learning rate rises from zero; it protects weights that start as the teacher's."""
     caption_dropout: float = setting(0.0, low=0, high=1)
-    """Share of rows that are learned without their caption; only a student that is to be drawn with guidance needs it.
-    Of what is kept of a teacher it is drawn by item, once for the whole training: prompts need --trajectories."""
+    """Share of rows trained without their caption; needed only for a student that is sampled with guidance. For cached
+    targets it is decided once per item, so prompts need several --trajectories each."""
 
-    # -- of a training that has no teacher
+    # -- settings of `halation train` that distill does not use
     data: UnusedText = setting("")
     """Filled from --data_path."""
     model: UnusedText = setting("")
@@ -114,12 +112,10 @@ class DistillConfig(TrainConfig):
     num_register_tokens: UnusedNumber = setting(0, low=0)
     """The teacher's."""
     validation_images: UnusedNumber = setting(0, low=0)
-    """A student is measured against its teacher."""
+    """A student is compared with its teacher."""
 
     CONFLICTS = (
-        Conflict(
-            "", "a model to learn from", "give the folder of a pipeline or of a run", without="teacher_path model_path"
-        ),
+        Conflict("", "a teacher model", "give the folder of a pipeline or of a run", without="teacher_path model_path"),
         Conflict(
             "model_path teacher_path",
             "one of the two: both name the teacher",
@@ -128,23 +124,23 @@ class DistillConfig(TrainConfig):
         Conflict(
             "",
             "prompts or captioned images",
-            "give a text file with one prompt a line, or `streets`",
+            "give a text file with one prompt per line, or `streets`",
             without="data_path",
         ),
         *(Conflict(name, f"none with distill: {why}") for name, why in NOT_FOR_STUDENTS.items()),
         SIZE_CONFLICT,
         Conflict(
             "student_steps objective",
-            "an objective of few steps",
-            "add --objective trajectory (or dmd); by velocity a student draws in as many steps as its teacher",
+            "an objective for few steps",
+            "add --objective trajectory (or dmd); with velocity a student needs as many steps as its teacher",
             when=lambda config: config.objective == "velocity" and config.student_steps is not None,
         ),
-        Conflict("n_steps num_epochs", "one of them: each says when it ends", "leave one out"),
+        Conflict("n_steps num_epochs", "one of them: both set the length of the run", "leave one out"),
         Conflict("feature_weight objective", "--objective velocity", "leave one of them out"),
         Conflict(
             "guidance_scale objective",
-            "none: the teacher's guidance is in the student, which is drawn as it was trained",
-            "leave it out; --teacher_guidance is the teacher's",
+            "none: the teacher's guidance is distilled into the student, which is sampled without it",
+            "leave it out; --teacher_guidance sets the teacher's",
             when=lambda config: config.objective != "velocity" and config.guidance_scale not in (None, 1.0),
         ),
         Conflict(
@@ -154,7 +150,7 @@ class DistillConfig(TrainConfig):
         ),
         Conflict(
             "eval_steps student_steps",
-            "the steps that the student learns to draw in",
+            "the number of steps that the student is trained for",
             when=lambda config: config.objective != "velocity" and config.eval_steps not in (0, config.student_steps),
         ),
         Conflict(
@@ -171,7 +167,7 @@ class DistillConfig(TrainConfig):
         ),
         Conflict(
             "teacher_cache objective",
-            "teacher targets that are kept: the end of a trajectory takes the teacher many steps",
+            "a cache of teacher targets: each trajectory needs many teacher steps",
             "leave --no_teacher_cache out",
             when=lambda config: config.objective == "trajectory" and not config.teacher_cache,
         ),
@@ -183,7 +179,7 @@ class DistillConfig(TrainConfig):
         ),
         Conflict(
             "teacher_steps student_steps",
-            "a teacher that takes at least as many steps as its student",
+            "at least as many teacher steps as student steps",
             lambda config: f"use --teacher_steps {8 * config.student_steps} or more",
             when=lambda config: config.objective == "trajectory" and config.teacher_steps < config.student_steps,
         ),

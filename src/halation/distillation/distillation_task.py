@@ -39,11 +39,14 @@ from halation.training.training_task import EngineFactory, TrainingTask
 log = logging.getLogger(__name__)
 
 MAX_TARGET_REPEATS = 50
-"""Times a trajectory's target is learned from; a student that sees the same few more often learns them by heart."""
+"""Times a trajectory's target is used; a student that sees the same few targets more often memorises them."""
 
 
 class DistillationTask(TrainingTask):
-    """A student and its teacher; everything the teacher need say only once is kept, and then it may go."""
+    """Distillation of a teacher into a student.
+
+    Targets that do not change are computed once and cached; then the teacher is freed if no step needs it.
+    """
 
     config: DistillConfig
     teacher: Teacher | None = None
@@ -51,16 +54,16 @@ class DistillationTask(TrainingTask):
     _active_networks: tuple[str, ...] = (MODEL,)
     _dmd: objectives.DistributionMatching | None = None
     _num_training_rows: int = 0
-    """That the student will have learned from in the end."""
+    """Total number of rows in the whole training."""
 
     def __init__(self, world: World, config: DistillConfig, run: runs.RunFolder, *, has_images: bool) -> None:
         super().__init__(world, config, run)
-        self.has_images = has_images  # else the data are prompts that the teacher draws
+        self.has_images = has_images  # otherwise the data are prompts
 
     @property
     def title(self) -> str:
         path = Path(self.config.teacher_path)
-        name = path.parent.parent.name if path.parent.name == "checkpoints" else path.name  # a run goes by its own name
+        name = path.parent.parent.name if path.parent.name == "checkpoints" else path.name  # the name of its run
         return f"distilling {name} ({self.config.objective})"
 
     @property
@@ -88,17 +91,17 @@ class DistillationTask(TrainingTask):
         self.denoiser, self.source = student, source
 
     def _check_classes(self, student: Denoiser, source: ImageDataset) -> None:
-        """A teacher that knows classes is told of images by the numbers of theirs."""
+        """Raise if the classes of the data differ from the teacher's, which are passed by number."""
         known = getattr(student, "class_names", ())
         if known and self.has_images and known != source.class_names:
             raise InputError(
-                f"the teacher knows {len(known)} classes, "
+                f"the teacher has {len(known)} classes, "
                 f"--data_path {self.config.data_path} has {len(source.class_names)} others",
-                "images in the classes the teacher was trained on",
+                "images in the classes that the teacher was trained on",
                 "choose other data, or a text file of class names",
             )
         if known and not self.has_images:
-            student.encode_prompts(list(source.all_captions()))  # an unknown class is refused now
+            student.encode_prompts(list(source.all_captions()))  # raise for an unknown class now
 
     def _open_student(self, shape: StudentConfig, init: str, *, lora: bool = True) -> Denoiser:
         config = self.config
@@ -140,14 +143,14 @@ class DistillationTask(TrainingTask):
         if student.guidance_kind == "none":
             if asked not in (None, 1.0):
                 raise InputError(
-                    f"--teacher_guidance {asked:g} with {student.name}, which knows no guidance",
-                    "1, or nothing",
+                    f"--teacher_guidance {asked:g} with {student.name}, which has no guidance",
+                    "1, or no value",
                     "leave it out",
                 )
             return 1.0
         return student.defaults.guidance_scale if asked is None else asked
 
-    # -- what follows from the settings
+    # -- values derived from the settings
 
     @property
     def is_few_step(self) -> bool:
@@ -155,32 +158,32 @@ class DistillationTask(TrainingTask):
 
     @property
     def num_student_steps(self) -> int:
-        """Steps the student learns to draw in; 0 where it learns to be drawn like its teacher."""
+        """Sampling steps that the student is trained for; 0 if it is sampled like its teacher."""
         return self.config.student_steps or 0
 
     @property
     def _caches_targets(self) -> bool:
-        """Whether teacher targets are kept."""
+        """True if teacher targets are cached."""
         return self.config.objective != "dmd" and self.config.teacher_cache
 
     @property
     def _needs_teacher(self) -> bool:
-        """Whether the teacher is needed at every step."""
+        """True if every step needs the teacher."""
         config = self.config
         return config.objective == "dmd" or config.feature_weight > 0 or not config.teacher_cache
 
     @property
     def student_times(self) -> tuple[float, ...]:
-        """What a student of few steps goes through, from noise to the image."""
+        """Times of a few-step student, from noise to the image."""
         config = self.config
         height, width = config.image_size
         shift = config.time_shift or self.denoiser.defaults.time_shift
         return self.denoiser.times(self.num_student_steps, height, width, shift)
 
     def sample_settings(self) -> SampleSettings:
-        """As the objective was trained: guidance is in the student where it was in the teacher's predictions."""
+        """Sample as trained: without guidance if the teacher's guidance was distilled."""
         config, settings = self.config, super().sample_settings()
-        # The family's own scale is for a student that has learned both branches, with no guidance in either.
+        # The family's default scale is for a student that has learned both branches, without distilled guidance.
         guided = self.denoiser.guidance_kind == "pair" and self.guidance == 1.0 and config.caption_dropout > 0
         if config.guidance_scale is None and (self.is_few_step or not guided):
             settings = dataclasses.replace(settings, guidance_scale=1.0)
@@ -193,20 +196,20 @@ class DistillationTask(TrainingTask):
     def resolve_num_steps(self, global_batch: int) -> DistillConfig:
         config = self.config
         if config.num_epochs:
-            steps = -(-self.source.num_train // global_batch)  # an epoch has one at least, and ends with a step
+            steps = -(-self.source.num_train // global_batch)  # an epoch has whole steps, at least one
             self.config = dataclasses.replace(config, n_steps=config.num_epochs * steps)
         self._num_training_rows = self.config.n_steps * global_batch
         return self.config
 
     @property
     def epoch_interval(self) -> int:  # type: ignore[override]
-        by_epoch = self.config.num_epochs or self.config.sample_names == "rank"  # which has an epoch in every name
+        by_epoch = self.config.num_epochs or self.config.sample_names == "rank"  # its file names have the epoch
         return self.config.sample_interval if by_epoch else 0
 
     # -- before the first step
 
     def prepare(self, settings: SampleSettings) -> None:
-        """Compute the cached targets and the teacher's samples; the teacher is kept only where every step needs it."""
+        """Compute the cached targets and the teacher's samples; keep the teacher if steps need it."""
         world, config = self.world, self.config
         missing = self._find_missing()
         teacher_samples = self._make_teacher_samples(settings)
@@ -217,13 +220,13 @@ class DistillationTask(TrainingTask):
         if missing and self.teacher is not None:
             plan, folder = self._target_plan, self._target_folder
             log.warning(
-                "asking the teacher once about %d %s, which takes %d answers, into %s",
+                "computing teacher targets of %d %s once, with %d teacher predictions, into %s",
                 len(missing),
                 "images" if self.has_images else "trajectories",
                 len(missing) * plan.num_teacher_calls,
                 folder,
             )
-            self.denoiser.to(world.device, module=False)  # images become latents there
+            self.denoiser.to(world.device, module=False)  # images are encoded there
             inputs = objectives.TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
             with (
                 log_duration("computing teacher targets"),
@@ -250,16 +253,16 @@ class DistillationTask(TrainingTask):
         if teacher_samples is not None:
             self.comparison_folder = teacher_samples.sample_folder
             if has_missing_samples and self.teacher is not None:
-                with log_duration("drawing samples of the teacher"):
+                with log_duration("sampling the teacher"):
                     teacher_samples.draw(self.teacher)
         if self._caches_targets:
-            # Read through by `find_missing`.
+            # `find_missing` has already verified them.
             self.teacher_targets = targets.open_targets(self._target_folder, self._fingerprint, verify=False)
             num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
             if not self.has_images and self._num_training_rows > MAX_TARGET_REPEATS * num_targets:
                 log.warning(
-                    "each of the %d teacher targets that are kept will be learned from %d times: "
-                    "more --trajectories are more to learn",
+                    "each of the %d cached teacher targets will be used %d times; "
+                    "increase --trajectories for more variety",
                     num_targets,
                     self._num_training_rows // num_targets,
                 )
@@ -305,7 +308,7 @@ class DistillationTask(TrainingTask):
         return folder / f"lessons_{hashlib.sha256(words.encode()).hexdigest()[:12]}"
 
     def _find_missing(self) -> list[int]:
-        """The items that the teacher has said nothing to yet."""
+        """Items without teacher targets."""
         if not self._caches_targets:
             return []
 
@@ -318,10 +321,10 @@ class DistillationTask(TrainingTask):
             run_on_rank_zero(self.world, "looking for teacher targets", find_missing, self.config.dist_timeout_s)
         )
 
-    # -- the teacher's own images
+    # -- samples of the teacher
 
     def _make_teacher_samples(self, settings: SampleSettings) -> teachers.TeacherSamples | None:
-        """Where the teacher's images go, and what they are made by; none where none are wanted."""
+        """Return the folder and settings of the teacher's samples, or None if they are disabled."""
         if not (self.config.teacher_samples and self.config.sample and settings.prompts):
             return None
         return teachers.TeacherSamples(
@@ -333,7 +336,7 @@ class DistillationTask(TrainingTask):
         )
 
     def _teacher_sample_settings(self, settings: SampleSettings) -> SampleSettings:
-        """The same prompts and seeds, drawn as the teacher is."""
+        """The same prompts and seeds, with the teacher's steps, guidance and sampler."""
         pipeline = not isinstance(self.denoiser, DiTDenoiser)
         return dataclasses.replace(
             settings,
@@ -344,7 +347,7 @@ class DistillationTask(TrainingTask):
             distilled=None,
         )
 
-    # -- what learns
+    # -- trained networks
 
     def build_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
         config, teacher = self.config, self.teacher
@@ -371,7 +374,7 @@ class DistillationTask(TrainingTask):
         return {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=objective), **auxiliary}
 
     def _build_dmd_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
-        """The second network begins as the teacher; of two experts as the one for little noise."""
+        """Initialise the second network from the teacher, or from its low-noise expert."""
         config = self.config
         assert self.teacher is not None
         fake = self._open_student(StudentConfig(), "teacher", lora=False)
@@ -420,7 +423,7 @@ class DistillationTask(TrainingTask):
         return super().batch_transform(num_real)
 
     def dummy_batch(self, rows: int) -> MicroBatch:
-        """Rows of the kind that the objective takes."""
+        """A batch of placeholder rows in the form that the objective takes."""
         common = super().dummy_batch(rows)
         extra = (
             {"state": common.noise, "target": common.x0}

@@ -1,4 +1,4 @@
-"""What a student is trained on: its objectives, and the batches that they take."""
+"""The objectives of a student, and the batches that they take."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def cached_target_objective(student: TrainedModule, weight: Callable[[Tensor], Tensor] | None = None) -> Objective:
-    """The answers that were kept of the teacher: its own at a state, or those that lead to where its trajectory ends.
+    """Squared error against cached teacher targets.
 
-    `weight` says by times how much a row counts.
+    These are the teacher's predictions at a state, or those that lead to the end of its trajectory. `weight` maps
+    times to loss weights.
     """
 
     def losses(module: nn.Module, rows: MicroBatch) -> Tensor:
@@ -45,8 +46,10 @@ def cached_target_objective(student: TrainedModule, weight: Callable[[Tensor], T
 
 
 def velocity_objective(student: TrainedModule, teacher: Teacher, features: FeatureMatching | None = None) -> Objective:
-    """The teacher's guided answer, asked for now at noised images; where it was kept, the teacher only shows its
-    features."""
+    """Squared error against the teacher's guided prediction at noised images.
+
+    If the rows have cached targets, the teacher only runs for its features.
+    """
     path = student.noise_path
 
     def losses(module: nn.Module, rows: MicroBatch) -> Tensor:
@@ -64,29 +67,29 @@ def velocity_objective(student: TrainedModule, teacher: Teacher, features: Featu
 
 
 class FeatureHook:
-    """What a unit of a network last gave, one row of numbers a token."""
+    """Stores the last output of a unit, one row per token."""
 
     def __init__(self, unit: nn.Module) -> None:
         self._value: Tensor | None = None
         unit.register_forward_hook(self._save_output)
 
     def _save_output(self, _unit: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        self._value = output[-1] if isinstance(output, tuple) else output  # images stand behind texts
+        self._value = output[-1] if isinstance(output, tuple) else output  # image tokens come after text tokens
 
     def pop(self) -> Tensor:
-        """Once: what is kept longer keeps a whole graph alive."""
+        """Return the output and drop it: a stored output would keep its whole graph alive."""
         value, self._value = self._value, None
         assert value is not None, "its unit has not run"
         return value
 
 
 class FeatureMatching:
-    """The student's features in the middle of the network, projected, against the teacher's there."""
+    """Feature matching: the student's middle features, projected, against the teacher's."""
 
     def __init__(self, student: TrainedModule, teacher: Teacher, weight: float) -> None:
         self.weight = weight
         self.projection = nn.Linear(student.hidden_size, teacher.denoiser.hidden_size)
-        with torch.no_grad():  # of the two widths alone: the same on all ranks, wherever their generators stand
+        with torch.no_grad():  # depends on the two widths only: the same on all ranks, whatever their random states
             nn.init.orthogonal_(self.projection.weight, generator=torch.Generator().manual_seed(0))
             self.projection.bias.zero_()
         self.wrapped_projection: nn.Module = self.projection
@@ -94,12 +97,13 @@ class FeatureMatching:
         self._teacher_hook = FeatureHook(_middle_unit(teacher.denoiser))
 
     def losses(self) -> Tensor:
-        """Of the forwards that were made last."""
+        """Loss of the last forwards."""
         student_features, teacher_features = self._student_hook.pop(), self._teacher_hook.pop()
         if student_features.shape[:-1] != teacher_features.shape[:-1]:
             raise InputError(
-                f"the student has {student_features.shape[1]} tokens an image, the teacher {teacher_features.shape[1]}",
-                "as many tokens in both, to compare features",
+                f"the student has {student_features.shape[1]} tokens per image, the teacher "
+                f"{teacher_features.shape[1]}",
+                "the same number of tokens in both, to compare features",
                 "give the student the teacher's patch size, or --feature_weight 0",
             )
         teacher_features = layer_norm(teacher_features.float(), teacher_features.shape[-1:]).to(student_features.device)
@@ -112,11 +116,13 @@ def _middle_unit(denoiser: TrainedModule) -> nn.Module:
 
 
 class DistributionMatching:
-    """DMD (Yin et al. 2024): the student's images move to where the teacher finds them likelier than a second network
-    does that learns what the student draws. Both networks take turns.
+    """Distribution matching distillation, DMD (Yin et al. 2024).
 
-    The student draws as it will be drawn from: by deterministic steps at its own times, of which one is trained at a
-    time.
+    A second network learns the distribution of the student's images. The student's images move to where they are more
+    likely under the teacher than under the second network. Both networks are trained in turns.
+
+    The student generates as it will be sampled from: by deterministic steps at its own times, of which one is trained
+    at a time.
     """
 
     def __init__(
@@ -135,10 +141,10 @@ class DistributionMatching:
         self.fake_updates = fake_updates
         self.reshard_student: Callable[[], None] = lambda: None
         self.reshard_fake: Callable[[], None] = lambda: None
-        """Called when a network was asked without being trained: sharded ones would stay whole."""
+        """Called after a forward without a backward, which would leave a sharded network unsharded."""
 
     def active_networks(self, step: int) -> tuple[str, ...]:
-        """The second network first, so that it knows the student when the student moves."""
+        """Second network first, so that it has learned the student before the student's update."""
         return (MODEL,) if step % (self.fake_updates + 1) == self.fake_updates else (FAKE,)
 
     def student_losses(self, module: nn.Module, rows: MicroBatch) -> Tensor:
@@ -149,7 +155,7 @@ class DistributionMatching:
             fake_prediction = self.fake.forward(self.fake.module, state, rows.t, rows.condition)
             fake = self._predict_x0(state, fake_prediction.float(), rows.t)
             self.reshard_fake()
-            # Differences are as large as the teacher's own at this noise, whatever the noise.
+            # Normalise by the teacher's own error, so that the differences have the same scale at every noise level.
             scale = (image - real).abs().flatten(1).mean(1).clamp_min(1e-6)
             target = image - (fake - real) / scale.reshape(-1, *[1] * (image.ndim - 1))
         return 0.5 * _squared_error(image, target)
@@ -164,12 +170,14 @@ class DistributionMatching:
         return _squared_error(prediction, path.target(image, noise, rows.t))
 
     def _generate(self, module: nn.Module, rows: MicroBatch) -> Tensor:
-        """The image that the student sees at one of its times; which one follows from the step, since ranks make equal
-        forwards."""
+        """The student's prediction of the image at one of its times.
+
+        The step decides which time, so that all ranks run the same number of forwards.
+        """
         cycle = rows.step // (self.fake_updates + 1)
         number = (
             cycle if self.active_networks(rows.step) == (MODEL,) else rows.step - cycle
-        )  # of the turns of this network
+        )  # counts the updates of this network
         step_index = number % (len(self.times) - 1)
         x = rows.noise
         with torch.no_grad():
@@ -185,21 +193,20 @@ class DistributionMatching:
 
 
 MIN_RENOISE_TIME, MAX_RENOISE_TIME = 0.02, 0.98
-"""Times at which images of a student are looked at: at the very ends nothing is to be told there."""
+"""Range of times for renoised images of a student; at both ends they carry no information."""
 _RENOISE_STREAM = 1
 
 
 @dataclass(frozen=True)
 class TeacherTargetTransform:
-    """Turns a host batch into teacher targets that a teacher gave on its items: of each item one, chosen by its
-    position."""
+    """Turn a host batch into cached teacher targets, one per item, chosen by its position."""
 
     denoiser: Denoiser
     targets: TeacherTargets
     plan: TargetPlan
     _: KW_ONLY
     size: tuple[int, int]
-    """Of the images, in pixels."""
+    """Image size in pixels."""
     num_real: int
     pin: bool
 
@@ -215,15 +222,17 @@ class TeacherTargetTransform:
 
 @dataclass(frozen=True)
 class NoiseTransform:
-    """Turns a host batch into what a student draws from, where nothing but captions is learned from: noise to begin
-    with, and times with noise to look at its images."""
+    """Turn a host batch into inputs for DMD, which needs captions only.
+
+    These are the initial noise, and times and noise for renoising the student's images.
+    """
 
     denoiser: Denoiser
     _: KW_ONLY
     seed: int
     dropout: float
     time_shift: float
-    """That of the family: what is decided at much noise is looked at there."""
+    """Shifts the renoise times towards noise, as in the family: an image's structure is decided at high noise."""
     size: tuple[int, int]
     from_prompts: bool
     """As in `encode_conditions`."""
@@ -249,7 +258,7 @@ class NoiseTransform:
 
 
 class TeacherInputs:
-    """The items of a source as a teacher is told of them: conditions and images on a device, by number."""
+    """The teacher's inputs for items of a source: conditions and images on a device."""
 
     def __init__(
         self,
@@ -276,16 +285,16 @@ class TeacherInputs:
 
     @torch.no_grad()
     def x0(self, items: Sequence[int]) -> Tensor:
-        """What the model learns of these images."""
+        """These images in the space of the model."""
         return to_model_space(self._denoiser.space, torch.from_numpy(self._read(items).pixels).to(self._device))
 
     def prompt(self, item: int) -> str:
-        """For messages."""
+        """Name of an item in messages."""
         image = self._source.train(item)
         return image.caption or f"image {item}"
 
     def _read(self, items: Sequence[int]) -> ImageBatch:
-        """Kept until other items are asked for: an image may take long to make."""
+        """Read items and keep the last ones, because an image may be slow to decode."""
         wanted = [int(item) for item in items]
         if self._last_read is None or self._last_read[0] != wanted:
             read: Callable[[Sequence[int]], ImageBatch] | None = getattr(self._source, "read", None)

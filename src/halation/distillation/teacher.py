@@ -1,4 +1,4 @@
-"""The teacher of a run: opened, placed, asked for its images, and let go."""
+"""The teacher of a distillation: open it, place it on devices, predict and sample with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from halation.models.denoiser import Condition, null_condition
 
 
 class Teacher:
-    """What a denoiser says to a state, with guidance in it, without a gradient."""
+    """Guided predictions of a frozen denoiser, without gradients."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class Teacher:
         dtype: torch.dtype,
         batch_size: int = 0,
     ) -> None:
-        """`device` is where it computes, which need not be where it is asked; `batch_size` 0 takes what comes at
-        once."""
+        """`device` is the teacher's, which may differ from that of its inputs.
+
+        `batch_size` limits the rows of one forward; 0 does not.
+        """
         self.denoiser = denoiser
         self.noise_path = denoiser.noise_path
         self.guidance = guidance
@@ -55,15 +57,15 @@ class Teacher:
         self.dtype = dtype
         self.batch_size = batch_size
         self.heartbeat: Callable[[], None] = lambda: None
-        """Called after every forward: on a CPU one answer of a large model takes longer than others wait for a sign of
-        life."""
+        """Called after every forward: on a CPU, one prediction of a large model takes longer than the heartbeat
+        timeout of the other ranks."""
         self._null: Condition = {}
         denoiser.module.requires_grad_(False).eval()
         denoiser.set_guidance(guidance)
 
     @torch.no_grad()
     def predict(self, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """The guided answer at states `x` and times `t`, in float32, where `x` is."""
+        """Return guided predictions at states `x` and times `t`, in float32 on the device of `x`."""
         size = self.batch_size or len(x)
         pieces = [
             self._predict_guided(
@@ -77,7 +79,7 @@ class Teacher:
 
     @torch.no_grad()
     def forward_for_features(self, x: Tensor, t: Tensor, condition: Condition) -> None:
-        """One forward of the prompt's branch at once, for hooks that read features; the answer is known already."""
+        """Run one forward with the prompt, for hooks that read features; its output is not needed."""
         condition = {name: value.to(self.device) for name, value in condition.items()}
         with self._mixed_precision():
             self._forward(x.to(self.device), t.to(self.device), condition)
@@ -90,8 +92,8 @@ class Teacher:
         condition = {name: value.to(self.device) for name, value in condition.items()}
         use_cfg = self.denoiser.guidance_kind == "pair" and self.guidance != 1.0
         with self._mixed_precision():
-            # One after the other: half the memory of a doubled batch. The prompt's comes last, for hooks that
-            # read features.
+            # One after the other takes half the memory of a doubled batch. The prompt's forward comes last, for hooks
+            # that read features.
             null_answer = self._forward(x, t, condition | self._null_condition(len(x))) if use_cfg else None
             answer = self._forward(x, t, condition)
         return answer if null_answer is None else null_answer + self.guidance * (answer - null_answer)
@@ -102,17 +104,17 @@ class Teacher:
         return answer
 
     def _null_condition(self, num_rows: int) -> Condition:
-        """The texts of the null branch; what a condition says of sizes is left as it is."""
+        """Null texts for the unconditional forward; size conditions are not part of it."""
         if not self._null:
             self._null = {name: value.to(self.device) for name, value in null_condition(self.denoiser, 1).items()}
         return {name: value.repeat(num_rows, *(1,) * (value.ndim - 1)) for name, value in self._null.items()}
 
 
 def split_across_devices(module: nn.Module, blocks: list[nn.Module], devices: list[torch.device]) -> None:
-    """Deal the units out over the devices, in order and by the number of their parameters; all else is on the first
-    one.
+    """Split the blocks over the devices, in order and by number of parameters.
 
-    States travel with the forward; the caller of the module sees the first device alone.
+    Everything else stays on the first device. Hooks move the activations during a forward, so inputs and outputs of
+    the module are on the first device.
     """
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in blocks]
     total, before = sum(sizes), 0
@@ -127,12 +129,12 @@ def split_across_devices(module: nn.Module, blocks: list[nn.Module], devices: li
             lambda _unit, args, kwargs, device=device: (_move_to(args, device), _move_to(kwargs, device)),
             with_kwargs=True,
         )
-        # What follows it, a unit or not, need not know of its device.
+        # Move the output back, so that the code after the block need not know of its device.
         block.register_forward_hook(lambda _unit, _args, output: _move_to(output, devices[0]))
 
 
 def _move_to(value: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and dicts on another device; everything else as it is."""
+    """Move tensors inside tuples, lists and dicts to a device; return other values unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple | list):
@@ -145,11 +147,11 @@ def _move_to(value: Any, device: torch.device) -> Any:
 log = logging.getLogger(__name__)
 
 DEFAULT_TEACHER_BATCH_SIZE = 8
-"""Items that the teacher takes at once on a CPU, and at least on a GPU, where no batch size was asked for."""
+"""Default number of items in a call of the teacher: exactly this on a CPU, at least this on a GPU."""
 
 
 def open_dit(config: DistillConfig) -> DiTDenoiser:
-    """The DiT that is learned from, on the CPU."""
+    """Load a DiT as the teacher, on the CPU."""
     denoiser = load_denoiser(Path(config.teacher_path), raw=False)
     if not isinstance(denoiser, DiTDenoiser):
         raise InputError(
@@ -161,7 +163,7 @@ def open_dit(config: DistillConfig) -> DiTDenoiser:
 
 
 def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidance: float) -> Teacher:
-    """The teacher in its place on all ranks, or what keeps it from there on one of them."""
+    """Open and place the teacher on all ranks; an error on one rank is raised on all."""
     spare_gpus: list[torch.device] = []
     if config.teacher_placement == "layers" and world.device.type == "cuda":
         # This rank's share of the GPUs that no rank computes on.
@@ -175,7 +177,7 @@ def open_teacher(world: World, config: DistillConfig, student: Denoiser, guidanc
                 lambda: _open_pipeline(world, config, student) if config.model_path else open_dit(config),
                 monitor.heartbeat,
             )
-            # Here and not in that thread: which GPU is meant is a matter of the thread.
+            # Not in that thread: the current CUDA device is thread-local.
             teacher = _place_teacher(world, config, denoiser, guidance, spare_gpus)
         except (torch.OutOfMemoryError, MemoryError):
             error = _out_of_memory_message(world)
@@ -194,7 +196,7 @@ def _out_of_memory_message(world: World) -> str:
 
 
 def _raise_first_error(errors: Sequence[str]) -> None:
-    """Any rank's problem is everybody's, and no reason to start all of them again."""
+    """Raise the first error on all ranks, with an exit code that does not trigger a restart."""
     for message in errors:
         if message:
             failure = HalationError(message)
@@ -216,7 +218,7 @@ def _place_teacher(
     if config.feature_weight and hasattr(denoiser.module, "always_run_both"):
         raise InputError(
             f"--feature_weight with a teacher of two experts ({config.teacher_path})",
-            "a teacher with one transformer, whose middle can be compared with",
+            "a teacher with one transformer, which has middle features to compare with",
             "leave --feature_weight out",
         )
     _move_to_devices(world, config, denoiser, device, spare_gpus)
@@ -250,7 +252,7 @@ def _move_to_devices(
     module, units = denoiser.module, denoiser.shard_units()
     if config.teacher_placement == "fsdp":
         denoiser.to(device, module=False)
-        if hasattr(module, "always_run_both"):  # experts: ranks must ask for the shards of both equally often
+        if hasattr(module, "always_run_both"):  # experts: all ranks must gather the shards of both equally often
             module.always_run_both = True  # type: ignore[assignment]
         FSDPEngine(world, module, units)
     elif spare_gpus:
@@ -262,12 +264,12 @@ def _move_to_devices(
 
 @dataclasses.dataclass
 class TargetBuild:
-    """What the ranks share while they compute teacher targets: progress, a wish to stop, each other's errors."""
+    """Callbacks for computing teacher targets on all ranks: progress, stop, errors of others."""
 
     on_progress: Callable[[int, int], None]
     stop: Callable[[], bool]
     agree: Callable[[str], str] | None
-    """Where ranks go in step: this rank's error (or nothing) to any rank's."""
+    """Takes this rank's error (or "") and returns any rank's; None if ranks do not run in lockstep."""
     num_written: int = 0
 
 
@@ -275,7 +277,10 @@ class TargetBuild:
 def build_together(
     world: World, config: DistillConfig, teacher: Teacher, num_cached: int, num_items: int
 ) -> Iterator[TargetBuild]:
-    """Ranks compute targets inside; an error of one ends all. Asked to stop, they raise when everything is written."""
+    """Context in which all ranks compute teacher targets; an error on one rank ends all.
+
+    After a stop signal, Interrupted is raised once all computed targets are written.
+    """
     sharded = config.teacher_placement == "fsdp"
     signals = StopSignals()
 
@@ -283,14 +288,14 @@ def build_together(
         return next((word for word in world.all_gather_object(error) if word), "")
 
     with (
-        contextlib.nullcontext() if sharded else signals,  # ranks that go in step would not stop at one answer
-        HeartbeatMonitor(world, "asking the teacher", config.dist_timeout_s) as monitor,
+        contextlib.nullcontext() if sharded else signals,  # ranks in lockstep cannot stop at different predictions
+        HeartbeatMonitor(world, "computing teacher targets", config.dist_timeout_s) as monitor,
         delayed_progress(
-            config.progress, "asking the teacher", "items", monitor.heartbeat, (world.rank, world.size)
+            config.progress, "teacher targets", "items", monitor.heartbeat, (world.rank, world.size)
         ) as update_progress,
     ):
         error, build = "", TargetBuild(update_progress, lambda: signals.number > 0, first_error if sharded else None)
-        # On a CPU one prediction of a large model takes longer than the others wait for a heartbeat.
+        # On a CPU, one prediction of a large model takes longer than the heartbeat timeout of the other ranks.
         before, teacher.heartbeat = teacher.heartbeat, monitor.heartbeat
         try:
             yield build
@@ -298,7 +303,7 @@ def build_together(
             error = os_error_message(problem) or str(problem)
         except (torch.OutOfMemoryError, MemoryError) as problem:
             error = _out_of_memory_message(world)
-            if sharded:  # the others wait inside a forward for this rank, and would not read a result
+            if sharded:  # the other ranks wait inside a forward for this one and would not read a result
                 monitor.report_failure(error)
                 raise RankFailure(error) from problem
         except RuntimeError as problem:
@@ -311,16 +316,16 @@ def build_together(
             teacher.heartbeat = before
         results = monitor.gather_results((error, build.num_written))
         _raise_first_error([error for error, _ in results])
-        # One that was done may have got the signal while it waited.
+        # A rank that was done may have received the signal while it waited.
         stop = 0 if sharded else max(world.all_gather_object(signals.number))
     if stop:
         num_kept = num_cached + sum(num for _, num in results)
-        message = f"asked to stop: {num_kept} of {num_items} items are kept; the same command goes on"
+        message = f"asked to stop: {num_kept} of {num_items} items are saved; run the same command to resume"
         raise Interrupted(message, exit_code(stop))
 
 
 def default_batch_size(teacher: torch.device, student: torch.device, batch_size: int) -> int:
-    """Items in one call of the teacher: a batch on a GPU, and 1 of a teacher that is on a CPU for want of room."""
+    """Items in one call of the teacher; 1 if it is on the CPU because the GPU is too small."""
     if teacher.type != "cpu":
         return max(DEFAULT_TEACHER_BATCH_SIZE, batch_size)
     return 1 if student.type != "cpu" else DEFAULT_TEACHER_BATCH_SIZE
@@ -328,24 +333,24 @@ def default_batch_size(teacher: torch.device, student: torch.device, batch_size:
 
 @dataclasses.dataclass(frozen=True)
 class TeacherSamples:
-    """The teacher's own images for the prompts of the samples: drawn once, and drawn again for another teacher."""
+    """The teacher's images for the sample prompts, sampled once per teacher."""
 
     world: World
     config: DistillConfig
     sample_folder: SampleFolder
     settings: SampleSettings
     teacher_fingerprint: str
-    """Its identity."""
+    """Identity of the teacher."""
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """What decides the images, as JSON gives it back; which of them are wanted does not."""
+        """Everything that decides the images, as parsed JSON; the list of prompts does not count."""
         settings = self.settings.as_json() | {"prompts": None}
         words: dict[str, Any] = json.loads(json.dumps({"teacher": self.teacher_fingerprint, "settings": settings}))
         return words
 
     def remove_outdated_and_find_missing(self) -> bool:
-        """Whether an image is missing; what another teacher drew is removed."""
+        """Remove images of another teacher; return True if an image is missing."""
 
         def find_missing(heartbeat: Callable[[], None]) -> bool:
             if self.sample_folder.read_index().get("made_by") != self.made_by:
@@ -360,11 +365,11 @@ class TeacherSamples:
 
     def draw(self, teacher: Teacher) -> None:
         if self.world.is_rank_zero:
-            with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+            with contextlib.suppress(OSError):  # an unwritable disk costs the samples, not the training
                 self.sample_folder.create()
                 write_json_with_digest(self.sample_folder.index_path, {"made_by": self.made_by})
         sampler = DenoiserSampler(
-            dataclasses.replace(self.world, device=teacher.device),  # which need not be where the student computes
+            dataclasses.replace(self.world, device=teacher.device),  # may differ from the student's device
             teacher.denoiser,
             self.settings,
             sharded=self.config.teacher_placement == "fsdp",

@@ -1,7 +1,7 @@
 """Teacher targets, computed once on all ranks and cached: states, times, predictions.
 
-An item is an image, or for a list of prompts a number that has one of them. Each has a few teacher targets; training
-then needs no teacher.
+An item is an image, or a trajectory of one of the prompts. Each item has a few teacher targets; with them, training
+needs no teacher.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from halation.flow.seeded_noise import TrainingDraw, training_draw
 from halation.work_division import rank_range
 
 FIRST_STREAM = 2
-"""The first stream of an item's draws: those before are training's, at positions."""
+"""First random stream of an item; the streams before it are used in training, by position."""
 
 Condition = dict[str, Tensor]
 Predict = Callable[[Tensor, Tensor, Condition], Tensor]
-"""The teacher: states, times (one a row) and conditions to answers, guided, in float32."""
+"""The teacher: takes states, times (one per row) and conditions, returns guided predictions in float32."""
 __all__ = [
     "TargetPlan",
     "TeacherTargets",
@@ -43,40 +43,40 @@ __all__ = [
 ]
 FORMAT_VERSION = 1
 _FLUSH_INTERVAL_S = 60.0
-"""What a killed build loses at most, besides the batch it was at: a large teacher takes minutes for a batch."""
+"""A killed build loses at most this much work and its current batch: a large teacher takes minutes per batch."""
 OptionalError = HalationError | OSError | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetPlan:
-    """Which teacher targets an item has."""
+    """The settings that decide the teacher targets of an item."""
 
     objective: str
-    """`velocity`: what the teacher answers at a state. `trajectory`: the answer that leads from it to where the
-    teacher's trajectory is at the end of the segment."""
+    """`velocity`: the teacher's prediction at a state. `trajectory`: the prediction that leads from the state to the
+    point of the teacher's trajectory at the end of the segment."""
     has_images: bool
-    """Whether items are images with noise in them, or prompts that the teacher draws from noise."""
+    """True if items are noised images, False if they are prompts that the teacher samples from noise."""
     times: tuple[float, ...]
-    """From 1 to 0: the ends of the segments for `trajectory`, what the teacher goes through for `velocity`."""
+    """From 1 to 0: the ends of the segments for `trajectory`, the teacher's times for `velocity`."""
     teacher_steps: int
     """Steps of the teacher from 1 to 0."""
     num_states: int
-    """Teacher targets of an item, at most: a trajectory has no more states than steps."""
+    """Maximum number of teacher targets per item: a trajectory has no more states than steps."""
     sample_shape: tuple[int, ...]
     seed: int
     time_sampling: TimeDistribution = "uniform"
     time_shift: float = 1.0
     """Times of `velocity` on images."""
     caption_dropout: float = 0.0
-    """Share of items that both teacher and student see without their caption."""
+    """Share of items that both teacher and student get without their caption."""
     exact: bool = False
-    """Kept in float32 and not in half precision."""
+    """Store float32 instead of half precision."""
 
     def __post_init__(self) -> None:
         if self.objective not in ("velocity", "trajectory"):
             raise ValueError(f"teacher targets are for velocity or trajectory, not {self.objective!r}")
         if self.num_states < 1 or self.teacher_steps < 1:
-            raise ValueError(f"{self.num_states} states of {self.teacher_steps} steps; expected one at least")
+            raise ValueError(f"{self.num_states} states of {self.teacher_steps} steps; expected at least one")
         num_segments = len(self.times) - 1
         if self.objective == "trajectory" and self.num_states < num_segments:
             raise InputError(
@@ -87,7 +87,7 @@ class TargetPlan:
 
     @property
     def follows_trajectory(self) -> bool:
-        """Whether the teacher goes step by step; noised images it only looks at."""
+        """True if the teacher runs step by step; on noised images it only predicts."""
         return self.objective == "trajectory" or not self.has_images
 
     @cached_property
@@ -96,27 +96,29 @@ class TargetPlan:
 
     @property
     def num_teacher_calls(self) -> int:
-        """How often the teacher is asked for a batch of items."""
+        """Number of calls of the teacher for a batch of items."""
         return sum(len(piece) - 1 for piece in self.segments) if self.follows_trajectory else self.num_states
 
     def kept_steps(self, item: int) -> list[int]:
-        """Which steps of an item's trajectory are teacher targets, by number."""
+        """Indices of the steps of an item's trajectory that become teacher targets."""
         u = self.draw(item, 0, ()).u_time
         if self.objective == "trajectory":
             return select_steps(self.segments, self.num_states, u)
         return stratified_indices(self.num_teacher_calls, self.num_states, u)
 
     def draw(self, item: int, number: int, shape: Sequence[int] | None = None) -> TrainingDraw:
-        """What chance decides about an item, by number, apart from what it decides about positions in training."""
+        """Random draw `number` of an item, independent of the draws by position in training."""
         return training_draw(self.seed, item, self.sample_shape if shape is None else shape, FIRST_STREAM + number)
 
     def dropout_mask(self, items: Sequence[int]) -> Tensor:
-        """Which items have no caption: decided here and not in training, because the teacher has answered to one or to
-        none."""
+        """Mask of the items without caption.
+
+        It belongs to the plan, not to training, because the teacher's prediction was made with or without the caption.
+        """
         return torch.tensor([self.draw(int(item), 0, ()).u_drop < self.caption_dropout for item in items])
 
     def as_json(self) -> dict[str, JSON]:
-        """Everything that decides a teacher target besides teacher, path and items, for a fingerprint."""
+        """Everything that decides a teacher target, except teacher, path and items."""
         trajectory_settings: dict[str, Any] = {"times": list(self.times), "teacher_steps": self.teacher_steps}
         noising_settings: dict[str, Any] = {"time_sampling": self.time_sampling, "time_shift": self.time_shift}
         return {
@@ -132,18 +134,20 @@ class TargetPlan:
 
 
 def amplifies_errors(path: NoisePath) -> bool:
-    """Whether a small error of an answer is a large one of what is drawn: from much noise, where the noise is
-    predicted."""
+    """Return True if small errors of a prediction become large errors of the image.
+
+    This is so at high noise levels if the model predicts the noise.
+    """
     return isinstance(path, DDPMPath) and path.prediction_type == "epsilon"
 
 
 def loss_weights(plan: TargetPlan, path: NoisePath) -> Callable[[Tensor], Tensor] | None:
-    """How much teacher targets of a trajectory count, by their times, 1 on the average; None where all count the same.
+    """Loss weights of trajectory targets by time, with mean 1; None if all weights are equal.
 
-    Where noise is predicted, a teacher target counts by how far its error moves the end of the student's step: from
-    pure noise many times as far as from little. Not by the square, which is the error of the states that steps end at:
-    later steps make good some of what early ones miss, and would be learned badly. Of velocities no step moves an end
-    much farther than another, and all count the same.
+    If the model predicts noise, a target is weighted by how far its error moves the end of the student's step, which
+    is many times farther from pure noise than from little noise. The weight is not squared, as the error of the end
+    states would suggest: later steps correct a part of the early errors, and would be learned badly. With velocities
+    all steps move the end about equally far, and the weights are equal.
     """
     if plan.objective != "trajectory" or not amplifies_errors(path):
         return None
@@ -155,7 +159,7 @@ def loss_weights(plan: TargetPlan, path: NoisePath) -> Callable[[Tensor], Tensor
 
     starts = torch.tensor([piece[0] for piece in plan.segments])
     others = torch.tensor([time for piece in plan.segments for time in piece[1:-1]])
-    share = min(1.0, (plan.num_states - len(starts)) / max(1, len(others)))  # of the others that are teacher targets
+    share = min(1.0, (plan.num_states - len(starts)) / max(1, len(others)))  # share of `others` that become targets
     total = leverage(starts).sum() + share * leverage(others).sum()
     mean = float(total) / (len(starts) + share * len(others))
     return lambda t: leverage(t) / mean
@@ -171,14 +175,13 @@ def compute_targets(
     device: torch.device,
     x0: Tensor | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The teacher targets of these items in float32, once after each call of the teacher and complete after the last
-    one.
+    """Compute the teacher targets of these items in float32; yield after each teacher call.
 
-    They are `state` and `target` (items, targets, ...), and `t` (items, targets). `predict` is called
-    `plan.num_teacher_calls` times with a row for each item, whatever the items are.
+    The yielded dict is complete after the last call. It has `state` and `target` (items, targets, ...), and `t`
+    (items, targets). `predict` is called `plan.num_teacher_calls` times with a row for each item, whatever the items.
     """
     if (x0 is not None) != plan.has_images:
-        raise ValueError("images are given exactly where the plan has them")
+        raise ValueError("x0 must be given if, and only if, the plan has images")
     num_targets = len(plan.kept_steps(int(items[0]))) if plan.follows_trajectory else plan.num_states
     targets = {
         "state": torch.zeros(len(items), num_targets, *plan.sample_shape, device=device),
@@ -207,8 +210,8 @@ def _noised_image_targets(
 ) -> Iterator[dict[str, Tensor]]:
     for number in range(plan.num_states):
         draws = [plan.draw(int(item), number) for item in items]
-        # One from each of as many stretches as there are states, so that every image is seen at little and at much
-        # noise.
+        # Stratified times: one from each of `num_states` intervals, so that every image is noised both little and
+        # much.
         u = torch.tensor([(number + draw.u_time) / plan.num_states for draw in draws], dtype=torch.float64)
         t = times_from_uniform(u, plan.time_sampling, plan.time_shift).float().to(x0.device)
         state = path.add_noise(x0, _stack_noise(draws, x0.device), t)
@@ -227,8 +230,11 @@ def _trajectory_targets(
     x0: Tensor | None,
     targets: dict[str, Tensor],
 ) -> Iterator[dict[str, Tensor]]:
-    """From noise the teacher goes on and on; from an image every segment begins anew, with that much noise in the
-    image."""
+    """Targets along the teacher's trajectory.
+
+    With prompts, one trajectory from noise runs through all segments. With images, every segment starts from the image
+    noised to the start of the segment.
+    """
     device = targets["t"].device
     kept_steps = np.array([plan.kept_steps(int(item)) for item in items])
     x, number = _stack_noise([plan.draw(int(item), 0) for item in items], device), 0
@@ -257,9 +263,9 @@ def _target_folder(path: str | FilePath) -> RowFolder:
 
 
 def find_missing(num_items: int, folder: str | FilePath, fingerprint: Mapping[str, JSON]) -> list[int]:
-    """The items below `num_items` that have no teacher targets yet; for one rank to find out, and to tell the others.
+    """Return the items below `num_items` without teacher targets. To be called on one rank.
 
-    What is there is read through. Damaged shards are removed, so that their items are among the missing.
+    All existing shards are read. Damaged ones are removed, so that their items are among the missing.
     """
     row_folder = _target_folder(folder)
     missing, damaged = row_folder.find_missing(map(str, range(num_items)), fingerprint)
@@ -286,35 +292,35 @@ def build(
     on_progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Make the teacher targets of this rank's share of `items`: what `find_missing` found, the same list on all ranks.
+    """Compute the teacher targets of this rank's share of `items`; return the number written.
 
-    `condition` and `x0` give what the teacher sees of items, on `device`; `prompt` names one in a message. The teacher
-    always gets `encode_size` items, the last ones repeated. `fingerprint` holds `plan.as_json()` under "plan".
+    `items` is the result of `find_missing`, the same list on all ranks. `condition` and `x0` return the teacher's
+    inputs for items, on `device`; `prompt` names an item in messages. The teacher always gets `encode_size` items; the
+    last one is repeated as padding. `fingerprint` holds `plan.as_json()` under "plan".
 
-    With `agree` ranks go in step, each as often to the teacher as the others, as a sharded one needs: it is given this
-    rank's problem (or nothing) and returns any rank's. `on_progress(done, total)` counts this rank's items and is
-    called after every forward. `stop` is asked after every answer, where ranks do not go in step; how many items were
-    kept until then is returned.
+    With `agree`, ranks run in lockstep and call the teacher equally often, as a sharded teacher needs. `agree` takes
+    this rank's error (or "") and returns any rank's. `on_progress(done, total)` counts this rank's items and is called
+    after every forward. `stop` is called after every prediction if ranks do not run in lockstep.
     """
     if fingerprint.get("plan") != plan.as_json():
-        raise ValueError('a fingerprint holds the plan it was made for, under "plan"')
+        raise ValueError('the fingerprint must hold the plan under "plan"')
     if encode_size < 1 or shard_size < 1:
         raise ValueError(f"shards of {shard_size} and batches of {encode_size} items; expected at least 1")
     if isinstance(path, DDPMPath) and plan.follows_trajectory and plan.num_teacher_calls > path.num_timesteps:
         raise InputError(
-            f"--teacher_steps {plan.teacher_steps}", f"at most the {path.num_timesteps} of its table", "use fewer"
+            f"--teacher_steps {plan.teacher_steps}", f"at most {path.num_timesteps}, its timesteps", "use fewer"
         )
     rank_items = [items[number] for number in rank_range(len(items), part[1], part[0])]
-    # The largest share, where all make as many forwards.
+    # In lockstep all ranks run as many forwards as the largest share needs.
     num_rows = -(-len(items) // part[1]) if agree else len(rank_items)
     row_folder = _target_folder(folder)
     row_folder.ensure_manifest(fingerprint)
-    # Trajectories are always kept: following one again at every step would cost too much.
-    alternative = "" if plan.follows_trajectory else ", or keep none (--no_teacher_cache)"
+    # Trajectories are always cached: computing one again at every step would cost too much.
+    alternative = "" if plan.follows_trajectory else ", or disable the cache (--no_teacher_cache)"
     planned = PlannedRows(
         num_rows=len(items),
         name=f"the teacher targets of {len(items)} items",
-        action=f"keep fewer (--teacher_states, --trajectories, --max_images){alternative}",
+        action=f"cache fewer (--teacher_states, --trajectories, --max_images){alternative}",
         log_size=part[0] == 0,
     )
     writer = RowCacheWriter(row_folder, shard_size, planned, _FLUSH_INTERVAL_S)
@@ -338,7 +344,7 @@ def build(
             report_progress(done, len(rank_items))
             if is_stopped := stop():
                 break
-        if is_stopped:  # what was computed before this batch is written
+        if is_stopped:  # the batches before this one are written
             break
         problem = _catch_error(lambda: _add_rows(writer, plan, batch, rows, prompt))  # noqa: B023
         done += len(batch)
@@ -348,7 +354,7 @@ def build(
 
 
 def _catch_error(action: Callable[[], None]) -> OptionalError:
-    """What went wrong, to be told when all are listening."""
+    """Return the error of an action, to be raised when all ranks can agree on it."""
     try:
         action()
     except (HalationError, OSError) as error:
@@ -357,7 +363,7 @@ def _catch_error(action: Callable[[], None]) -> OptionalError:
 
 
 def _raise_any_error(problem: OptionalError, agree: Callable[[str], str] | None) -> None:
-    """Raise this rank's problem, or where ranks go in step any rank's: one that went on alone would wait for ever."""
+    """Raise this rank's error, or in lockstep any rank's: a rank continuing alone would hang."""
     message = agree("" if problem is None else str(problem) or type(problem).__name__) if agree is not None else ""
     if problem is not None:
         raise problem
@@ -372,8 +378,7 @@ def _add_rows(
     rows: Mapping[str, Tensor],
     prompt: Callable[[int], str],
 ) -> None:
-    """Write the first rows, one for each of `items`, where all numbers are finite; the rows after them only filled a
-    batch up."""
+    """Write one row for each of `items`, without padding rows; raise if a value is not finite."""
     if not items:
         return
     dtype = torch.float32 if plan.exact else torch.float16
@@ -386,37 +391,38 @@ def _add_rows(
     for item, good in zip(items, is_finite.tolist(), strict=True):
         if not good:
             raise InputError(
-                f"the teacher answers {prompt(item)[:80]!r} with numbers that are not finite, or too large for {dtype}",
-                "finite states and answers",
+                f"the teacher's targets for {prompt(item)[:80]!r} are not finite, or too large for {dtype}",
+                "finite states and targets",
                 "use --teacher_dtype bf16 or fp32, or a lower --teacher_guidance",
             )
     writer.add([str(item) for item in items], narrow)
 
 
 def open_targets(folder: str | FilePath, fingerprint: Mapping[str, JSON], verify: bool = True) -> TeacherTargets:
-    """Map what was built; refused if it was made for something else or a shard is damaged.
+    """Map the cached teacher targets; raise if the fingerprint differs or a shard is damaged.
 
-    `verify` reads everything once to compare the SHA-256s, which `find_missing` has done too; sizes are compared
-    always.
+    `verify` reads everything once to compare the SHA-256 sums, as `find_missing` does too. Sizes are always compared.
     """
     return TeacherTargets(_target_folder(folder).open(fingerprint, verify))
 
 
 class TeacherTargets:
-    """Teacher targets by item and number; may be read from several threads."""
+    """Teacher targets by item and index; safe to read from several threads."""
 
     def __init__(self, rows: CachedRows) -> None:
         if not len(rows):
-            raise InputError(f"no teacher targets in {rows.folder}", "those of one item at least", "build them first")
+            raise InputError(f"no teacher targets in {rows.folder}", "those of at least one item", "build them first")
         self._rows = rows
         self.num_states: int = rows.shapes["t"][0]
-        """How many an item has."""
+        """Number of targets per item."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, items: Sequence[int] | np.ndarray, state_indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """State, time and target of teacher target `which[k]` of item `items[k]`: on the CPU, states and targets as
-        they were kept."""
+        """Read state, time and target of teacher target `state_indices[k]` of item `items[k]`.
+
+        Tensors are on the CPU; states and targets have the dtype of the cache.
+        """
         rows = self._rows.read([str(int(item)) for item in items], entry_indices=list(state_indices))
         return rows["state"], rows["t"], rows["target"]

@@ -1,1 +1,1 @@
-"""`halation gallery`: runs in a browser, served or exported as one file."""
+"""`halation gallery`: show runs in a browser, served or exported as one file."""

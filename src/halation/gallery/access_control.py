@@ -1,6 +1,6 @@
-"""Access to the page: a token in the link, then a cookie; and limits on connections.
+"""Access control for the page: a token in the link, then a cookie; and connection limits.
 
-Requests that another page made, or that came by another name, are refused.
+Cross-origin requests and requests with an unknown Host header are rejected.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CONTROL_PATH = re.compile(r"/api/runs/[0-9a-f]{10}/control/(?:sample|save|stop)"
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?)(?::([0-9]{1,5}))?")
 COOKIE_PREFIX = "halation"
 MAX_CLOSED_PER_S = 1600
-"""Connections of one address that are closed for new ones at most: its queue of 2,048 is then done in 1.3 s."""
+"""Limit on closing connections of one address for new ones: its queue of 2,048 is processed in 1.3 s."""
 PER_ADDRESS_SHARE = 2
-"""One address may hold one connection in so many of all before one of them has sent the token or the cookie."""
+"""One address may hold 1/PER_ADDRESS_SHARE of all connections without the token or the cookie."""
 FORBIDDEN_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">\
 <title>Halation</title></head>
@@ -49,8 +49,8 @@ FORBIDDEN_PAGE = """<!doctype html>
 <code>?token=</code> and a long word.</p>
 <p>A gallery that was started again has a new link.</p></body></html>
 """
-# A page that was reached from another site does not get a SameSite=Strict cookie back in the redirect that set it. A
-# navigation this page makes itself does.
+# After a navigation from another site, browsers do not send a SameSite=Strict cookie in the redirect that sets it. They
+# send it in a navigation that starts from this page.
 REDIRECT_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Halation</title></head>
 <body><p><a href="/">Open the gallery</a></p></body></html>
@@ -58,12 +58,12 @@ REDIRECT_PAGE = """<!doctype html>
 
 
 def new_token() -> str:
-    """256 random bits that can stand in a link."""
+    """Return 256 random bits, URL-safe."""
     return secrets.token_urlsafe(32)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name can only mean the machine that asks."""
+    """Return True if an address or name is loopback."""
     if host == "localhost":
         return True
     address = _parse_ip(host)
@@ -71,7 +71,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_authority(text: str) -> tuple[str, int] | None:
-    """Name (or address, without brackets) and port of a Host header; None where it is not one."""
+    """Name (or address, without brackets) and port of a Host header; None if it is invalid."""
     match = AUTHORITY.fullmatch(text.lower())
     if match is None:
         return None
@@ -82,11 +82,11 @@ def parse_authority(text: str) -> tuple[str, int] | None:
 
 
 class AllowedHosts:
-    """Names this page is served by. A foreign name that was made to point here (DNS rebinding) is not among them.
+    """Host names under which the page is served; this prevents DNS rebinding.
 
-    Any port will do: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. Where the network can reach the
-    page, it may be by any address (containers and routers give machines addresses they do not know of), since an
-    address cannot be pointed elsewhere, but only by the machine's own names.
+    Any port is allowed: through `ssh -L 9000:127.0.0.1:8642` the page is at port 9000. If the page listens on the
+    network, any IP address is allowed, because machines do not know all of theirs (containers, routers) and an address
+    cannot be rebound. Names are limited to those of the machine.
     """
 
     def __init__(self, listen_host: str, host_names: Iterable[str] = ()) -> None:
@@ -96,7 +96,7 @@ class AllowedHosts:
             self.host_names.add(listen_host.lower())
 
     def add(self, name: str) -> None:
-        """One more name of this machine, found later: asking the network for it may take seconds."""
+        """Add another name of this machine, found later because a network lookup may take seconds."""
         self.host_names.add(name.lower())
 
     def is_allowed(self, name: str) -> bool:
@@ -106,10 +106,10 @@ class AllowedHosts:
 
 
 class AccessMiddleware:
-    """Stands before the app: refuses, lets in by the token, and gives every answer its headers.
+    """Middleware that checks requests, logs in by token and adds security headers.
 
-    The cookie's name holds the port that the browser sees, because browsers send cookies to all ports of a host, and
-    two galleries (or two tunnels) must not overwrite each other's.
+    The cookie's name contains the port that the browser uses, because browsers send cookies to all ports of a host,
+    and two galleries (or two tunnels) must not overwrite each other's.
     """
 
     def __init__(self, app: App, *, token: str, allowed_hosts: AllowedHosts, allow_control: bool) -> None:
@@ -117,7 +117,7 @@ class AccessMiddleware:
         self.allowed_hosts = allowed_hosts
         self.allow_control = allow_control
         self._token = token.encode()
-        # Not the token itself: cookies travel to whatever else this host serves on another port.
+        # Not the token itself: browsers also send cookies to other servers on other ports of this host.
         self._cookie_value = hashlib.blake2b(b"halation gallery cookie", key=self._token, digest_size=32).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,27 +146,27 @@ class AccessMiddleware:
             await _send_response(send, 403, json.dumps({"error": sentence}), "application/json")
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and sentence for what is refused before the token or the cookie is looked at."""
+        """Status and message if a request is rejected before its token or cookie is checked."""
         hosts, origins = _header_values(scope, b"host"), _header_values(scope, b"origin")
         here = parse_authority(hosts[0]) if len(hosts) == 1 else None
         if here is None or not self.allowed_hosts.is_allowed(here[0]):
-            return 403, "this page is not served by that name; open the link as it was printed"
+            return 403, "unknown host name; open the link as it was printed"
         own_origins = [f"{scheme}://{hosts[0].lower()}" for scheme in ("http", "https")]  # a proxy may have added TLS
         if any(origin.lower() not in own_origins for origin in origins):
-            return 403, "another page asked for this"
+            return 403, "cross-origin requests are not allowed"
         method = scope["method"]
         if method not in ("GET", "HEAD") and not (method == "POST" and self._is_control(scope)):
-            return 405, "this page is only looked at"
+            return 405, "this page is read-only"
         if method == "POST" and not origins:
-            return 403, "a request that changes something has to say which page made it"
+            return 403, "a POST request needs an Origin header"
         if all(site in ("same-origin", "none") for site in _header_values(scope, b"sec-fetch-site")):
             return None
-        # By the Fetch metadata of the browser a link on another page led here: it may lead to our page alone.
+        # By the browser's Fetch metadata, the request comes from another page: only links to "/" are allowed.
         is_navigation = _header_values(scope, b"sec-fetch-mode") == ["navigate"]
         is_page = _header_values(scope, b"sec-fetch-dest") in ([], ["document"])
         if is_navigation and is_page and scope["path"] == "/" and method == "GET":
             return None
-        return 403, "another page asked for this"
+        return 403, "cross-origin requests are not allowed"
 
     def _is_control(self, scope: Scope) -> bool:
         return self.allow_control and CONTROL_PATH.fullmatch(scope["path"]) is not None
@@ -196,40 +196,41 @@ class AccessMiddleware:
 
 
 class Connection(Protocol):
-    """What the table has to know of an open connection."""
+    """The interface of an open connection that the table needs."""
 
     address: str
-    """Of the client; an IPv6 client is known by its network, in which it may choose any address."""
+    """Address of an IPv4 client; network of an IPv6 client, which can use any address in it."""
     is_authorised: bool
-    """Whether a request on it had the token or the cookie."""
+    """True if a request of the connection had the token or the cookie."""
     opened_at: float
     """In seconds of the clock of `accept_delay_s`."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered and nothing is left to send."""
+        """True if no request is in progress and nothing is left to send."""
         ...
 
     def is_overdue(self) -> bool:
-        """Whether it took longer than it may for its next request, or to read an answer."""
+        """Return True if the next request, or reading a response, exceeded its time limit."""
         ...
 
     def abort(self) -> None: ...
 
 
 class ConnectionTable:
-    """Open connections, and which one is closed when another arrives and the limit is reached.
+    """Open connections; at the limit, selects the one to close for a new one.
 
-    Connections without the token or the cookie go first, the oldest of the address that has most of them: a client with
-    5,000 silent connections closes its own, and a browser at the same address is answered, because its request arrives
-    with its connection. Then the oldest idle one. Answers that are being sent are never cut off for a new connection.
+    Unauthorised connections (without the token or the cookie) are closed first: the oldest of the address that has most
+    of them. So a client with 5,000 silent connections closes its own, and a browser at the same address is served,
+    because its request arrives with its connection. Next is the oldest idle connection. Responses in progress are never
+    aborted for a new connection.
     """
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
         self.max_per_address = max_connections // PER_ADDRESS_SHARE
         self.num_closed = 0
-        """Connections that were closed or refused because of the limits."""
+        """Connections that were closed or rejected because of the limits."""
         self._connections: dict[Connection, None] = {}  # in the order in which they were opened
         self._unauthorised: dict[str, dict[Connection, None]] = {}
 
@@ -249,7 +250,7 @@ class ConnectionTable:
         self._remove_unauthorised(connection)
 
     def make_room(self, address: str) -> bool:
-        """Close a connection where a new one from `address` would be one too many; False where none can be closed."""
+        """Make room for a connection from `address`; return False if none can be closed."""
         same_address = self._unauthorised.get(address, {})
         if len(same_address) >= self.max_per_address:
             self._close(next(iter(same_address)))
@@ -259,9 +260,9 @@ class ConnectionTable:
         return True
 
     def accept_delay_s(self, now: float) -> float:
-        """How long to leave new connections in the kernel's queue: those that would be closed for them are too young.
+        """Seconds to leave new connections in the kernel's queue, if those to close are too new.
 
-        A request may come some milliseconds after its connection, through a tunnel or from a busy machine.
+        A request may arrive some milliseconds after its connection, through a tunnel or from a busy machine.
         """
         largest = max(self._unauthorised.values(), key=len, default={})
         if not largest or (len(largest) < self.max_per_address and len(self) < self.max_connections):
@@ -269,7 +270,7 @@ class ConnectionTable:
         return next(iter(largest)).opened_at + self.max_per_address / MAX_CLOSED_PER_S - now
 
     def close_one(self) -> bool:
-        """Close the connection that is needed least; False where all of them are in use."""
+        """Close the least needed connection; return False if all of them are in use."""
         largest = max(self._unauthorised.values(), key=len, default={})
         idle = (connection for connection in self._connections if connection.is_authorised and connection.is_idle)
         connection = next(iter(largest), None) or next(idle, None)
@@ -302,14 +303,14 @@ def client_network(host: str) -> str:
 
 
 def _mark_authorised(scope: Scope) -> None:
-    """The server keeps connections that sent the token or the cookie before others."""
+    """Mark the connection, so that it is closed after unauthorised ones."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
         connection.mark_authorised()
 
 
 def _any_equal(given: Iterable[str], secret: bytes) -> bool:
-    """In a time that says nothing about how much of it was right."""
+    """Compare in constant time."""
     return any(hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret) for value in given)
 
 

@@ -1,4 +1,4 @@
-"""`halation gallery`: serves the page of runs, or writes some runs as one HTML file."""
+"""`halation gallery`: serve the page of runs, or write runs into one HTML file."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ RESOLVED_DEFAULTS = {
     "train": {"image_size": (64, 64), "time_sampling": "logit_normal", "time_shift": 1.0},
     "distill": {"time_sampling": "logit_normal", "time_shift": 1.0},
 }
-"""Defaults that a command resolves before it writes the record; those a model on disk decides are not known here."""
+"""Defaults that a command resolves before it writes the record; those that depend on a model are not known here."""
 FIRST_POLL_TIMEOUT_S = 0.8
-"""The link is printed after that even where the folders are still being searched."""
+"""The link is printed after this time even if the folders are still being scanned."""
 
 HOST_WARNING = (
     "halation gallery: warning: with --host {host} others on the network can reach this page. They need the link, "
-    "which travels unencrypted; an ssh tunnel does without."
+    "which is sent unencrypted; use an ssh tunnel to avoid that."
 )
 
 
@@ -64,10 +64,10 @@ def run(config: GalleryConfig) -> int:
 
 
 def _check_readable(folder: Path) -> None:
-    """Said of what was named; below it, folders of others are passed by."""
+    """Raise if a given folder cannot be read; unreadable folders below it are only skipped."""
     try:
         with os.scandir(folder):
-            problem = "" if os.access(folder, os.X_OK) else "may not be looked into"
+            problem = "" if os.access(folder, os.X_OK) else "cannot be entered: permission denied"
     except FileNotFoundError:
         problem = "does not exist"
     except NotADirectoryError:
@@ -76,14 +76,14 @@ def _check_readable(folder: Path) -> None:
         problem = f"cannot be read: {error.strerror}"
     if problem:
         raise InputError(
-            f"{folder} {problem}", "folders with runs below them", "name where your runs are, such as runs/"
+            f"{folder} {problem}", "folders with runs below them", "give the folder of your runs, such as runs/"
         )
 
 
 def _serve(config: GalleryConfig) -> int:
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"{name} is not installed", "what a web page needs", "pip install 'halation[web]'")
+            raise InputError(f"{name} is not installed", "the extra `web`", "pip install 'halation[web]'")
     from halation.gallery.event_stream import ChangeFeed
     from halation.gallery.server import GalleryContext, GalleryServer, build_app
 
@@ -94,7 +94,7 @@ def _serve(config: GalleryConfig) -> int:
         scores = ScoreIndex(catalog)
         change_feed = ChangeFeed(catalog, refresh_extra=scores.refresh)
         change_feed.start()
-        # What others may call this machine, without asking the network, which could take seconds.
+        # Names of this machine that need no network lookup, which could take seconds.
         host_name = socket.gethostname()
         short_name = host_name.partition(".")[0]
         allowed_hosts = AllowedHosts(config.host, (host_name, short_name, f"{short_name}.local"))
@@ -145,7 +145,7 @@ def _export(config: GalleryConfig, file: Path) -> int:
 
 
 def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
-    """The runs below some folders, with what only the commands know of their settings."""
+    """Build the catalog of the runs below some folders, with the defaults of each command."""
     config_types: dict[str, type[Any]] = {"train": TrainConfig, "distill": DistillConfig, "generate": GenerateConfig}
     defaults: dict[str, dict[str, Any]] = {}
     for command, config_type in config_types.items():
@@ -153,7 +153,7 @@ def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
         values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
         values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
         values |= RESOLVED_DEFAULTS.get(command, {})
-        # As they stand in a run's record.
+        # In the form of a run's record.
         defaults[command] = to_stored_names(json.loads(json.dumps(values, default=str)))
     training_factory = functools.partial(TrainingRun, defaults=defaults)
     factories: dict[str, RunFactory] = dict.fromkeys(("train", "distill", "sample"), training_factory)
@@ -162,18 +162,16 @@ def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
     return RunCatalog(dirs, factories)
 
 
-# -- where it listens
+# -- listening
 
 
 @contextlib.contextmanager
 def _open_listener(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket at the port that was asked for, or where that is taken at the next free one, which is said."""
+    """Open a socket at the requested port, or print and use the next free one."""
     from halation.gallery.server import open_listener
 
     if not 0 <= port <= 65535:
-        raise InputError(
-            f"--port {port}", "a number from 0 (any free one) to 65535", "leave --port away for the default"
-        )
+        raise InputError(f"--port {port}", "a number from 0 (any free port) to 65535", "omit --port for the default")
     last = min(port + NUM_PORTS_TRIED, 65535)
     for attempt in range(port, last + 1):
         try:
@@ -183,32 +181,32 @@ def _open_listener(host: str, port: int) -> Iterator[socket.socket]:
                 raise _listen_error(host, attempt, error) from error
             continue
         if attempt != port:
-            print(f"halation gallery: port {port} is taken, this is {attempt}", flush=True)
+            print(f"halation gallery: port {port} is in use, using port {attempt}", flush=True)
         with listener:
             yield listener
         return
-    raise InputError(f"ports {port} to {last} are all taken", "a free port", "name another with --port, or 0 for any")
+    raise InputError(f"ports {port} to {last} are all in use", "a free port", "give another --port, or 0 for any")
 
 
 def _listen_error(host: str, port: int, error: OSError) -> InputError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return InputError(
-            f"--host {host} is no address of this machine",
+            f"--host {host} is not an address of this machine",
             "127.0.0.1, or 0.0.0.0 for the whole network",
-            "leave --host away; over ssh a tunnel is all it takes",
+            "omit --host; for access over ssh a tunnel is enough",
         )
     return InputError(
-        f"cannot listen on {host} port {port}: {error.strerror}", "a port one may use", "choose --port above 1023"
+        f"cannot listen on {host} port {port}: {error.strerror}", "a port that is permitted", "use a --port above 1023"
     )
 
 
 def _local_url(host: str, port: int) -> str:
-    """Where a browser on this machine finds the page."""
+    """URL of the page for a browser on this machine."""
     shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
 
 
-# -- what is said
+# -- messages
 
 
 def _startup_message(
@@ -234,29 +232,29 @@ def _startup_message(
         inner = "[::1]" if ":" in config.host else "127.0.0.1"
         lines.append(f"  from a laptop  ssh -N -L {port}:{inner}:{port} {_ssh_target()}   then open the link there")
     if config.allow_control:
-        lines.append("  control        anyone with the link may ask trainings to sample, save or stop")
-    lines += ["  to end         Ctrl+C; the runs do not notice", ""]
+        lines.append("  control        anyone with the link can make trainings sample, save or stop")
+    lines += ["  to end         Ctrl+C; the runs are not affected", ""]
     return "\n".join(lines)
 
 
 def _ssh_target() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         user = "you"
     return shlex.quote(f"{user}@{socket.gethostname()}")
 
 
 @contextlib.contextmanager
 def _open_in_browser(link: str) -> Iterator[None]:
-    """The link in a browser, by way of a private file: other users of a machine can read the arguments of a command."""
+    """Open the link in a browser through a private file: other users can read command lines."""
     with tempfile.TemporaryDirectory(prefix="halation-gallery-") as folder:
         file = Path(folder) / "open.html"
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n')
 
         def open_file() -> None:
             if not webbrowser.open(file.as_uri()):
-                print("halation gallery: there is no browser here; open the link above", file=sys.stderr, flush=True)
+                print("halation gallery: no browser found; open the link above", file=sys.stderr, flush=True)
 
         threading.Thread(target=open_file, daemon=True).start()
         yield

@@ -1,6 +1,6 @@
-"""The scores of all runs: evaluations in training, watches, reports beside runs.
+"""The scores of all runs: evaluations in training, watches, and report files next to runs.
 
-A score is listed once: a line of metrics.jsonl is left out where the report of its step, which holds more, is there.
+A score is listed once: a line of metrics.jsonl is skipped if the report of its step, which has more fields, exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from halation.runs.run_folder import METRICS_FILE
 MAX_REPORT_BYTES = 8 << 20
 MAX_CHILDREN = 200_000
 LARGE_FOLDER = 2_000
-"""Names in a folder above which it is read only once nothing came for a while: images are being drawn into it."""
+"""A folder with more entries is read only when it has not changed for a while: images may be written to it."""
 MAX_EXTREMES = 64
 MAX_PATH_LENGTH = 4096
 MTIME_SETTLE_S = 2.0
@@ -48,13 +48,13 @@ IDENTITY_KEYS = (
 EXTREME_SIDES = ("nearest", "farthest")
 EVALUATION_MARKER = b'"num_generated"'
 METRIC_PREFIXES = {"kid": "kid", "fid": "fid", "fd": "fd", "inception score": "is", "clip score": "clip", "prompt ": ""}
-"""By how a name begins; empty: what follows."""
+"""Keys by the start of a metric's name; an empty key means the rest of the name."""
 ScoreDict = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFile:
-    """One file of `halation evaluate --output`, of a watch, or of an evaluation in training."""
+    """A report file of `halation evaluate --output`, a watch or an evaluation in training."""
 
     id: str
     path: Path
@@ -63,7 +63,7 @@ class ReportFile:
 
     @property
     def metrics(self) -> dict[str, Mapping[str, Any]]:
-        """By key, those that are numbers."""
+        """Metrics with a numeric value, by key."""
         found = self.content["metrics"]
         return {
             str(key): about for key, about in found.items() if isinstance(about, dict) and is_number(about.get("value"))
@@ -79,7 +79,7 @@ class ReportFile:
         return as_dict(self.content["generated"])
 
     def extremes(self, side: str) -> list[dict[str, Any]]:
-        """Rows of `nearest` or `farthest` that name an image and its distance."""
+        """Rows of `nearest` or `farthest` with an image name and a distance."""
         found = self.content.get("extremes")
         rows = found.get(side) if isinstance(found, dict) else None
         return [
@@ -95,17 +95,17 @@ class _ReportFolder:
     is_settled: bool
     num_names: int = 0
     reports: dict[str, tuple[tuple[int, int], ReportFile | None]] = field(default_factory=dict)
-    """By name: size and time of the file, and what it is; None for other JSON, which is not read again."""
+    """By name: size and mtime of the file, and its report; None for other JSON, which is not read again."""
 
 
 class ReportScanner:
-    """The reports in some folders; a folder is read again when its time changes, a file when its own does."""
+    """Reports in some folders; folders and files are reread when their mtime changes."""
 
     def __init__(self) -> None:
         self._folders: dict[Path, _ReportFolder] = {}
 
     def scan(self, folders: Iterable[Path]) -> bool:
-        """Whether any report came, went or changed."""
+        """Return True if any report was added, removed or changed."""
         before = {report.path: report for report in self.reports()}
         scanned = {}
         for folder in folders:
@@ -116,7 +116,7 @@ class ReportScanner:
         return before != {report.path: report for report in self.reports()}
 
     def reports(self) -> list[ReportFile]:
-        """In the order of their paths."""
+        """All reports, ordered by path."""
         found = [report for folder in self._folders.values() for _, report in folder.reports.values() if report]
         return sorted(found, key=lambda report: report.path)
 
@@ -148,7 +148,7 @@ class ReportScanner:
 
 
 def read_report(path: Path) -> ReportFile | None:
-    """What a file says, if it is a report: by its content, whatever its name."""
+    """Read a file if it is a report, which is decided by its content, not its name."""
     try:
         stat = path.stat()
         if stat.st_size > MAX_REPORT_BYTES:
@@ -167,10 +167,10 @@ def read_report(path: Path) -> ReportFile | None:
 
 
 def find_image_folder(report: ReportFile, roots: Sequence[Path]) -> Path | None:
-    """The folder of the images that were scored, inside a root.
+    """Find the folder of the scored images inside a root.
 
-    The report has the path as its command was given it, relative to an unknown folder, perhaps on another machine: it
-    is looked for as it is and, by ever shorter ends of it, beside the report and above.
+    The report has the path of the command line, which may be relative to an unknown folder or from another machine. The
+    path is tried as it is; then ever shorter suffixes of it are tried next to the report and in the folders above.
     """
     path_text = report.generated.get("path")
     if not isinstance(path_text, str) or not path_text or "\0" in path_text or len(path_text) > MAX_PATH_LENGTH:
@@ -179,14 +179,14 @@ def find_image_folder(report: ReportFile, roots: Sequence[Path]) -> Path | None:
     suffixes = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     inside = [above for above in report.path.parents if any(above.is_relative_to(root) for root in roots)]
     for candidate in [path, *(above / end for end in suffixes for above in inside)]:
-        # os.path, for it takes any text for a name: one of 300 letters is no folder, not an error.
+        # os.path.isdir accepts any text: for a name of 300 letters it returns False and does not raise.
         if ".." not in candidate.parts and os.path.isdir(candidate) and _is_inside(candidate.resolve(), roots):
             return candidate.resolve()
     return None
 
 
 def find_image(folder: Path, name: str, roots: Sequence[Path]) -> Path | None:
-    """An image that a report names, if it is one and lies inside a root, wherever links lead."""
+    """Resolve an image named in a report; None if it is no image file or outside of the roots."""
     if not name.lower().endswith(IMAGE_SUFFIXES) or "\0" in name:
         return None
     try:
@@ -219,12 +219,15 @@ class _EvaluationRows:
 
 
 def is_evaluation_row(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is a score of an evaluation; the validation loss of a training is none."""
+    """Return True if a line of metrics.jsonl is an evaluation score, not a validation loss."""
     return isinstance(row.get("metric"), str) and "num_generated" in row and is_number(row.get("value"))
 
 
 class ScoreIndex:
-    """The scores of a catalog's runs; the thread that refreshes the catalog calls `refresh`, any thread the rest."""
+    """The scores of a catalog's runs.
+
+    `refresh` is called by the thread that refreshes the catalog, the other methods by any thread.
+    """
 
     def __init__(self, catalog: RunCatalog) -> None:
         self.catalog = catalog
@@ -236,7 +239,7 @@ class ScoreIndex:
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
-        """Look at the disk, by stats alone where nothing changed; whether any number came, went or changed."""
+        """Read the disk (only stats if nothing changed); return True if any score changed."""
         entries = self.catalog.entries()
         training_runs = {entry.id: entry for entry in entries if entry.kind in TRAINING_KINDS}
         for id in self._evaluations.keys() - training_runs.keys():
@@ -261,10 +264,10 @@ class ScoreIndex:
                 seen.add(folder)
                 yield folder
 
-    # -- answers
+    # -- responses
 
     def build_response(self, run_ids: Collection[str] | None = None) -> dict[str, Any]:
-        """What /api/scores answers; of some runs alone where their ids are given."""
+        """Response of /api/scores, for all runs or those in `run_ids`."""
         with self._lock:
             reports, lines = list(self._reports.values()), dict(self._evaluation_rows)
         owners = {report.id: self._find_run(report) for report in reports}
@@ -288,9 +291,9 @@ class ScoreIndex:
         }
 
     def image(self, id: str, key: str) -> Path | None:
-        """The file of a key that a report gave out, asked for under the id of its run, or its own where it has none.
+        """File of an image key of a report; never one outside of the catalog's roots.
 
-        Never one outside of the folders the catalog is of.
+        `id` is that of the report's run, or of the report if it belongs to no run.
         """
         match = IMAGE_KEY.fullmatch(key)
         with self._lock:
@@ -307,7 +310,7 @@ class ScoreIndex:
         return find_image(folder, rows[int(match[2])]["name"], self.catalog.roots)
 
     def _find_run(self, report: ReportFile) -> SafeRunEntry | None:
-        """The run that was scored: the training or watch that wrote the report, or the generation of its images."""
+        """The scored run: the training or watch that wrote the report, or the run of its images."""
         folder = report.path.parent
         above = self.catalog.get(make_run_id(folder.parent))
         if above is not None and (
@@ -350,7 +353,7 @@ class ScoreIndex:
                 )
 
     def _report_extremes(self, report: ReportFile, owner: SafeRunEntry | None) -> dict[str, Any] | None:
-        """A report's nearest and farthest images; None where it has none."""
+        """A report's nearest and farthest images; None if it has none."""
         sides = {side: report.extremes(side) for side in EXTREME_SIDES}
         if not any(sides.values()):
             return None
@@ -375,14 +378,14 @@ class ScoreIndex:
 
 
 def score_identity(score: ScoreDict) -> tuple[Any, ...]:
-    """What makes a number another one; the same number from two files is one."""
+    """Key that identifies a score, so that the same score from two files is listed once."""
     about = score["provenance"]
     source = score["run"] or about.get("generated_hash") or score["name"]
     return (source, score["step"], score["title"], *(repr(about.get(key)) for key in IDENTITY_KEYS))
 
 
 def _skip_damaged(scores: Iterable[ScoreDict], path: Path) -> Iterator[ScoreDict]:
-    """Those of one file up to where it is damaged, which costs no other file anything."""
+    """Yield the scores of one file up to the first error, which does not affect other files."""
     try:
         yield from scores
     except READ_ERRORS:
@@ -404,7 +407,7 @@ def _row_scores(entry: SafeRunEntry, rows: list[dict[str, Any]]) -> Iterator[Sco
 
 
 def metric_key(title: str) -> str:
-    """The key of a metric by the name it goes under: lines of metrics.jsonl have the name alone."""
+    """Key of a metric from its name; lines of metrics.jsonl have only the name."""
     words = title.lower()
     for start, key in METRIC_PREFIXES.items():
         if words.startswith(start):
@@ -441,7 +444,7 @@ def _build_score(
 
 
 def _file_version(path: Path) -> str:
-    """Another word when the file is another one, so that a browser may keep it for ever."""
+    """Version string that changes with the file, so that browsers can cache it forever."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tells every open page what changed: one thread polls the disk for all of them."""
+"""Server-sent events about changed runs; one thread polls the disk for all open pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VersionedEntry(Protocol):
 
 
 class PolledCatalog(Protocol):
-    """What is looked at: the catalog of runs."""
+    """The interface of the run catalog that is polled."""
 
     def refresh(self) -> list[str]: ...
 
@@ -37,10 +37,10 @@ class PolledCatalog(Protocol):
 
 
 class ChangeFeed:
-    """Numbers every change, and remembers only the last one of each run.
+    """Numbers every change, and keeps only the last one of each run.
 
-    A page knows the number of the last change it was told of. So a slow page, or one that was away, misses only
-    changes that later ones replaced, and needs no queue.
+    A page knows the number of the last change it received. So a slow or disconnected page misses only changes that
+    later ones replaced, and needs no queue.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class ChangeFeed:
     ) -> None:
         self.catalog = catalog
         self.refresh_extra = refresh_extra
-        """Looks at what belongs to no single run, after the catalog did; whether that changed."""
+        """Refreshes data that belong to no single run, after the catalog; returns True if they changed."""
         self.poll_every_s = poll_every_s
         self.heartbeat_s = heartbeat_s
         self.first_poll_done = threading.Event()
-        """Set once the first look is over."""
+        """Set after the first poll."""
         self.server_id = secrets.token_hex(4)
-        """Numbers of another server, from before it was started again, mean nothing here."""
+        """Distinguishes event numbers of this server from those before a restart."""
         self._number = 0
         self._last_changes: dict[str, int] = {}
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -76,11 +76,11 @@ class ChangeFeed:
         return self._closed.is_set()
 
     def start(self) -> None:
-        """Look every second from now on. A daemon, because a disk that hangs must not keep the command from ending."""
+        """Start polling, in a daemon thread: a hanging disk must not keep the command alive."""
         threading.Thread(target=self._poll_loop, name="gallery watcher", daemon=True).start()
 
     def close(self) -> None:
-        """Stop looking and end every page's stream."""
+        """Stop polling and end the streams of all pages."""
         self._closed.set()
         self._wake_listeners()
 
@@ -93,13 +93,16 @@ class ChangeFeed:
             self._wake_listeners()
 
     def changes_since(self, number: int) -> tuple[int, list[str]]:
-        """The number of the newest change, and what changed after `number`, oldest first."""
+        """Number of the newest change, and the ids that changed after `number`, oldest first."""
         with self._lock:
             later = sorted((at, id) for id, at in self._last_changes.items() if at > number)
             return self._number, [id for _, id in later]
 
     def parse_event_id(self, last_event_id: str) -> int:
-        """The number a page has heard up to, by what its browser says when it connects: nothing the first time."""
+        """Number of the last change that a page received, from its Last-Event-ID header.
+
+        A new page has no such header and starts at the newest change; the id of another server starts at 0.
+        """
         server_id, _, number = last_event_id.partition(".")
         if server_id == self.server_id and number.isascii() and number.isdigit() and len(number) < 16:
             return int(number)
@@ -107,7 +110,7 @@ class ChangeFeed:
 
     @contextlib.contextmanager
     def subscribe(self) -> Iterator[asyncio.Event]:
-        """An event that is set at each change."""
+        """Yield an event that is set at each change."""
         listener = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             self._listeners.add(listener)
@@ -124,9 +127,9 @@ class ChangeFeed:
                 self.publish(changed)
                 if self.refresh_extra() and "" not in changed:
                     self.publish([""])
-            except READ_ERRORS:  # what one folder holds must not end the page; said once, not every second
+            except READ_ERRORS:  # the contents of a folder must not end the page; logged once, not every second
                 if not self._error_logged:
-                    log.exception("could not look at the runs; trying again every second")
+                    log.exception("cannot read the runs; retrying every second")
                 self._error_logged = True
             self.first_poll_done.set()
             self._closed.wait(self.poll_every_s)
@@ -135,12 +138,12 @@ class ChangeFeed:
         with self._lock:
             listeners = list(self._listeners)
         for loop, event in listeners:
-            with contextlib.suppress(RuntimeError):  # its loop has ended since
+            with contextlib.suppress(RuntimeError):  # its loop has ended meanwhile
                 loop.call_soon_threadsafe(event.set)
 
 
 class EventStream:
-    """The answer to GET /api/events. Ends when the page goes, at once, and when the server does."""
+    """The response to GET /api/events; ends when the page disconnects or the server stops."""
 
     def __init__(self, change_feed: ChangeFeed, *, last_event_id: str, head_only: bool, max_streams: int) -> None:
         self.change_feed = change_feed
@@ -150,14 +153,14 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
-        # Before the page knows that it is heard: it looks once more then, and what changes after that look it is told.
+        # Before the response starts: the page then loads its data once more, and gets every change after that load.
         number = self.change_feed.parse_event_id(self.last_event_id)
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         if self.head_only:
             await send(start)
         else:
             if self.change_feed.num_listeners >= self.max_streams:
-                sentence = f"{self.max_streams} pages of this gallery are open already; close some of them"
+                sentence = f"{self.max_streams} pages of this gallery are already open; close some of them"
                 raise HTTPException(503, sentence, headers={"Retry-After": "10"})
 
             async def wait_for_disconnect() -> None:
@@ -195,7 +198,7 @@ class EventStream:
     def _format_event(self, id: str, number: int | None) -> str:
         entry = self.change_feed.catalog.get(id) if id else None
         data: dict[str, Any] = {"id": id} if entry is None else {"id": id, "version": entry.version}
-        # Numbered at the end of a batch only: a page that goes in the middle of it hears the whole batch again.
+        # Only the last event of a batch has a number: a page that disconnects before it gets the whole batch again.
         id_line = "" if number is None else f"id: {self.change_feed.server_id}.{number}\n"
         return f"event: change\n{id_line}data: {json.dumps(data)}\n\n"
 

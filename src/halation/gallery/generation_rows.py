@@ -1,4 +1,4 @@
-"""The rows of a generation in memory: filters, counts and search over millions of rows."""
+"""In-memory index of a generation's rows: filters, counts and search for millions of rows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from halation.input_files import MAX_TABLE_ROWS
 ABSENT = -1
 MAX_SIZES = 20
 MAX_SEARCH_WORDS = 16
-"""Of a whole prompt that was pasted, the longest words are enough to find it."""
+"""For a pasted prompt, its longest words are enough to find it."""
 WILDCARD = "…"
-"""Stands for whatever differs; a page takes it for any letters when it looks for the rows of a reason."""
+"""Replaces variable parts; the page matches it with any characters when it searches the rows of a reason."""
 VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,.)]|\d+(?:\.\d+)?)""")
 
 
 class RowIndex:
-    """State, worker, seed and size of every row; an update reads only the rows that are not done."""
+    """State, worker, seed and size of every row; an update reads only unfinished rows."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.facts = read_facts(connection)
         self.worker_names: list[str] = []
-        """Workers, by their number in `workers`."""
+        """Names of the workers, by their number in `workers`."""
         self.states: npt.NDArray[np.int8] = np.zeros(0, np.int8)
         self.workers: npt.NDArray[np.int16] = np.zeros(0, np.int16)
         self.seeds: Indices = np.zeros(0, np.int64)
         self.sizes: Indices = np.zeros(0, np.int64)
         self.num_frames = 1
         self.texts: list[str] = []
-        """Prompt and id of the first rows, or of all, for searching."""
+        """Prompt and id of the first rows, or of all rows, for searching."""
         self.last_done = -1
         self._worker_numbers: dict[str, int] = {}
         self._add_rows(connection, 0)
@@ -46,7 +46,7 @@ class RowIndex:
         return len(self.states)
 
     def _add_rows(self, connection: sqlite3.Connection, first: int) -> None:
-        """Rows from `first` on, which are new."""
+        """Add the new rows from `first` on."""
         rows = read_rows(connection, first)
         if not rows:
             return
@@ -54,7 +54,7 @@ class RowIndex:
         indices = np.array(image, np.int64)
         num_rows = int(indices.max()) + 1
         if indices.min() < 0 or num_rows > MAX_TABLE_ROWS or not {OPEN, DONE, FAILED}.issuperset(state):
-            raise sqlite3.DatabaseError("rows that no plan has")
+            raise sqlite3.DatabaseError("invalid row index or state")
         self.states = _extend_column(self.states, num_rows, ABSENT)
         self.workers = _extend_column(self.workers, num_rows, 0)
         self.seeds = _extend_column(self.seeds, num_rows, 0)
@@ -76,7 +76,7 @@ class RowIndex:
         return self._worker_numbers[worker]
 
     def update(self, connection: sqlite3.Connection) -> bool:
-        """Take over what changed; False where the plan is another one, so that all must be read anew."""
+        """Update changed rows; return False if the plan changed and all rows must be read again."""
         num_planned = count_planned(connection)
         if read_facts(connection) != self.facts or num_planned < len(self):
             return False
@@ -86,7 +86,7 @@ class RowIndex:
         return True
 
     def _update_states(self, connection: sqlite3.Connection) -> None:
-        """A row that is not unfinished any more is done: the ledger has an index of unfinished rows."""
+        """Update states from the ledger's index of unfinished rows; all other rows are done."""
         unfinished = read_unfinished(connection)
         states = np.where(self.states == ABSENT, ABSENT, DONE).astype(np.int8)
         if unfinished:
@@ -95,7 +95,7 @@ class RowIndex:
             states[pairs[:, 0]] = pairs[:, 1]
         newly_done = np.flatnonzero((states == DONE) & (self.states != DONE))
         self.states = states
-        # A row that failed again may have failed elsewhere.
+        # A row that failed again may have failed on another worker.
         changed_rows = [*newly_done.tolist(), *np.flatnonzero(states == FAILED).tolist()]
         for index, worker, seed, size in select_rows(connection, changed_rows, "worker, seed, (width << 20) | height"):
             self.workers[index], self.seeds[index], self.sizes[index] = self._register_worker(worker), seed, size
@@ -106,15 +106,15 @@ class RowIndex:
             self.last_done = int(done[-1]) if len(done) else -1
 
     def read_texts(self, connection: sqlite3.Connection) -> None:
-        """The words of rows that have none yet."""
+        """Read the texts of rows that have none yet."""
         for image, text in iter_texts(connection, len(self.texts)):
             self.texts += [""] * (image - len(self.texts))
             self.texts.append(text.casefold())
 
-    # -- questions
+    # -- queries
 
     def filter_rows(self, state: str, worker: str | None, seed: int | None) -> Indices:
-        """Rows by index for which all of this is true."""
+        """Indices of the rows that match all filters."""
         mask = self.states != ABSENT if not state else self.states == STATES.index(cast(RowState, state))
         if worker is not None:
             mask = mask & (self.workers == self._worker_numbers.get(worker, -1)) & (self.states != OPEN)
@@ -127,7 +127,7 @@ class RowIndex:
         return {"planned": sum(numbers), **dict(zip(STATES, numbers, strict=True))}
 
     def count_by_worker(self) -> dict[str, tuple[int, int]]:
-        """Done and failed rows of each worker that has any."""
+        """Number of done and failed rows of each worker that has any."""
         num_names = len(self.worker_names)
         done = np.bincount(self.workers[self.states == DONE], minlength=num_names)
         failed = np.bincount(self.workers[self.states == FAILED], minlength=num_names)
@@ -137,13 +137,13 @@ class RowIndex:
         return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
     def count_by_size(self) -> list[list[int]]:
-        """Width, height and number of rows, the commonest first."""
+        """Width, height and number of rows, most common first."""
         sizes = Counter(dict(zip(*map(np.ndarray.tolist, np.unique(self.sizes, return_counts=True)), strict=True)))
         return [[size >> 20, size & 0xFFFFF, count] for size, count in sizes.most_common(MAX_SIZES) if size]
 
 
 def filter_by_words(indices: Indices, texts: Sequence[str], words: Sequence[str]) -> Indices:
-    """The rows in whose texts all words occur; texts are only ever added, so this needs no lock."""
+    """Rows whose texts contain all words; texts are append-only, so this needs no lock."""
     if not words:
         return indices
     found = [index for index in indices.tolist() if index < len(texts)]
@@ -153,7 +153,10 @@ def filter_by_words(indices: Indices, texts: Sequence[str], words: Sequence[str]
 
 
 def parse_search_words(text: str) -> list[str]:
-    """The words to look for: the longest first, which leave the fewest rows, and none that is part of another."""
+    """Split a query into words: the longest first, which are the most selective.
+
+    Words that are part of another word are dropped.
+    """
     words: list[str] = []
     for word in sorted(dict.fromkeys(text.casefold().split()), key=len, reverse=True):
         if len(words) < MAX_SEARCH_WORDS and not any(word in longer for longer in words):
@@ -162,7 +165,7 @@ def parse_search_words(text: str) -> list[str]:
 
 
 def group_reasons(counts: Mapping[str, int]) -> Counter[str]:
-    """Counts of texts, with those that differ only in paths, numbers and quoted words taken together."""
+    """Merge the counts of texts that differ only in paths, numbers and quoted words."""
     groups: dict[tuple[str, ...], tuple[list[str], int]] = {}
     for text, number in counts.items():
         pieces = VARIABLE_PART.split(text)

@@ -30,16 +30,16 @@ IMAGE_KEY = re.compile(r"g([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 MAX_REASONS = 100
 RATE_WINDOW_S = 60.0
 READ_PAUSE_FACTOR = 20
-"""After reading for a second, rest for twenty: whatever the size of a run, watching it costs a twentieth of a core."""
+"""Pause between reads as a multiple of the reading time, so that polling takes at most 5 % of a core."""
 LIST_LEASES_EVERY_S = 2.0
 RateHistory = deque[tuple[float, dict[str, int]]]
 
 
 def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batch: int, epoch: int) -> str:
-    """One shell line that draws an image again: its spec on standard input, and all settings that decide its pixels.
+    """Return a shell command that generates an image again.
 
-    `micro_batch` is the smaller number of images at once that this one was drawn with, or 0; `epoch` counts the changes
-    of settings that came before it.
+    It passes the spec on standard input, and all settings that decide the pixels as flags. `micro_batch` is the reduced
+    micro-batch size that this image was generated with, or 0. `epoch` is the number of settings changes before it.
     """
     settings = settings_at_epoch(record, epoch)
     fixed = record.get("fixed") or {}
@@ -53,15 +53,13 @@ def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batc
     args += _flag_args("micro_batch", micro_batch_size or None) + _flag_args("png", fixed.get("png coder"))
     args += ["--nproc", "1", "--output_dir", OUTPUT_DIR]
     text = json.dumps(row, ensure_ascii=False)
-    if (
-        not text.isprintable()
-    ):  # characters that do not show, or that turn the direction of a line, are written as escapes
+    if not text.isprintable():  # escape invisible characters and those that change the text direction
         text = json.dumps(row)
     return f"printf '%s\\n' {shlex.quote(text)} | {shlex.join(args)}"
 
 
 def _flag_args(name: str, value: Any) -> list[str]:
-    """Nothing for what is not said: an empty text, an empty list, a switch that is off."""
+    """Arguments of a flag; none for None, an empty string, an empty list or False."""
     if value is None or value is False or value in ("", [], ()):
         return []
     if value is True:
@@ -72,7 +70,7 @@ def _flag_args(name: str, value: Any) -> list[str]:
 
 
 def settings_at_epoch(record: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-    """The settings before the changes that came after `epoch`, as far as the record of changes still tells them."""
+    """Undo the settings changes after `epoch`, as far as the record has the old values."""
     settings = dict(record.get("settings") or {})
     changes = record.get("changes") or []
     for change in reversed(changes[epoch:]):
@@ -81,26 +79,26 @@ def settings_at_epoch(record: Mapping[str, Any], epoch: int) -> dict[str, Any]:
             if found and found["name"] in settings:
                 try:
                     settings[found["name"]] = json.loads(found["before"])
-                except ValueError:  # too long to have been written down whole
+                except ValueError:  # the recorded value was truncated
                     continue
     return settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowQuery:
-    """Which rows to show."""
+    """Filter and range of rows."""
 
     offset: int = 0
     limit: int = 200
     text: str = ""
-    """Words that must all occur in the prompt or the id, in any case."""
+    """Words that must all occur in the prompt or the id, ignoring case."""
     state: str = ""
     worker: str = ""
     seed: int | None = None
 
 
 class GenerationRun(RunEntry):
-    """One folder of `halation generate`. Its rows are read when a page asks for them, then only what changed."""
+    """A run folder of `halation generate`; rows are read on demand, then only changes."""
 
     kind = "generate"
     unit = "images"
@@ -111,7 +109,7 @@ class GenerationRun(RunEntry):
         self._index: RowIndex | None = None
         self._search_used = False
         self._cached_search: tuple[Any, Any] = (None, None)
-        """The last question with the reading it was of, and its rows."""
+        """The last query with the number of its read, and its rows."""
         self._num_reads = 0
         self._ledger_error = ""
         self._counts = dict.fromkeys(("planned", *STATES), 0)
@@ -121,7 +119,7 @@ class GenerationRun(RunEntry):
         self._next_read = 0.0
         self._leases: tuple[float, list[Path]] = (0.0, [])
 
-    # -- looking
+    # -- reading
 
     def _refresh(self) -> bool:
         self._needs_read |= self._ledger.poll()
@@ -145,7 +143,7 @@ class GenerationRun(RunEntry):
         return paths
 
     def _read_ledger(self) -> bool:
-        """Bring what is known up to date; a ledger that cannot be read now leaves it as it is."""
+        """Update counts and rows from the ledger; keep the old ones if it cannot be read now."""
         began, before = time.monotonic(), self._visible_state()
         try:
             with self._ledger.connect() as connection, _read_snapshot(connection):
@@ -173,7 +171,7 @@ class GenerationRun(RunEntry):
         )
 
     def _find_latest_image(self, connection: sqlite3.Connection) -> dict[str, str] | None:
-        """The image that shows what is being drawn; rows are drawn about in their order."""
+        """The latest image, approximately: rows are generated roughly in order."""
         if self._index is not None:
             last = self._index.last_done
         else:
@@ -191,7 +189,7 @@ class GenerationRun(RunEntry):
             self._rate_history.popleft()
 
     def _rate(self, key: str = "") -> float | None:
-        """Images a second lately; None unless it is running and was seen drawing."""
+        """Recent images per second; None unless the run is running and has two readings."""
         known = [(at, done[key]) for at, done in self._rate_history if key in done]
         if self._state.status != "running" or len(known) < 2:
             return None
@@ -199,7 +197,7 @@ class GenerationRun(RunEntry):
         return max(0, known[-1][1] - known[0][1]) / seconds if seconds > 1.0 else None
 
     def _load_index(self) -> RowIndex:
-        """The rows, read now if they were not yet. Raises sqlite3.Error where that cannot be done."""
+        """Return the row index, and read it on first use. Raises sqlite3.Error on failure."""
         if self._index is None:
             with self._ledger.connect() as connection, _read_snapshot(connection):
                 self._index = RowIndex(connection)
@@ -207,7 +205,7 @@ class GenerationRun(RunEntry):
             self._record_rate()
         return self._index
 
-    # -- what a page shows
+    # -- responses
 
     def _build_summary(self) -> dict[str, Any]:
         rate, counts, log_files = self._rate(), self._counts, self._log_files()
@@ -268,7 +266,7 @@ class GenerationRun(RunEntry):
         return [[reason, number] for reason, number in group_reasons(counts).most_common(MAX_REASONS)]
 
     def search(self, query: RowQuery) -> dict[str, Any]:
-        """A page of rows, by index."""
+        """Return one page of rows, by index."""
         try:
             indices = self._find_rows(query)
             page = indices[query.offset : query.offset + query.limit].tolist()
@@ -280,7 +278,7 @@ class GenerationRun(RunEntry):
         return {"total": len(indices), "rows": [_row_json(row) for row in rows]}
 
     def _find_rows(self, query: RowQuery) -> Indices:
-        """All rows a query is of. Words are looked for while others may ask: of many rows it takes a while."""
+        """Return all rows of a query. The text search may be slow and runs without the lock."""
         filters, words = replace(query, offset=0, limit=0), parse_search_words(query.text)
         with self._lock:
             self._search_used = True
@@ -296,7 +294,7 @@ class GenerationRun(RunEntry):
         return found
 
     def _prepare_search(self) -> None:
-        """The words of all rows, read once; between two looks, so that the first search need not wait for it."""
+        """Read the texts of all rows once, between polls, so that searches do not wait for it."""
         if self._index is not None and len(self._index.texts) < len(self._index):
             with contextlib.suppress(sqlite3.Error), self._ledger.connect() as connection:
                 self._index.read_texts(connection)
@@ -304,7 +302,7 @@ class GenerationRun(RunEntry):
     # -- one image
 
     def image(self, key: str) -> Path | None:
-        """An image, or a frame of a video: `g7` is the first one of row 7, `g7.2` the third."""
+        """File of an image or video frame: `g7` is the first frame of row 7, `g7.2` the third."""
         found = self._read_row(key, ("name", "num_frames", "state"))
         if not found or found["state"] != DONE or not found["name"]:
             return None
@@ -314,7 +312,7 @@ class GenerationRun(RunEntry):
         return self._find_inside(self.folder / (f"{name}.png" if num_frames == 1 else frame_name(name, frame)))
 
     def spec(self, key: str) -> dict[str, Any] | None:
-        """The spec of an image, its outcome, and the command that draws it again; None for an unknown key."""
+        """Spec and outcome of an image, and the command to generate it again; None if unknown."""
         found = self._read_row(key, ("name", "state", "epoch", *SPEC_COLUMNS, *OUTCOME_COLUMNS))
         if not found:
             return None
@@ -345,14 +343,14 @@ class GenerationRun(RunEntry):
             return {}
         return dict(zip(("picture", *columns), rows[0], strict=True)) if rows else {}
 
-    # -- the rest
+    # -- logs
 
     def log(self, num_lines: int) -> list[str]:
         paths = self._log_files()
         return read_last_lines(paths[0], num_lines, self.folder) if paths else []
 
     def _log_files(self) -> list[Path]:
-        """The log, or those of all commands that share the folder, the newest first."""
+        """The log files of all commands that share the folder, the newest first."""
         paths = [self.folder / "logs" / "generate.log", *(self.folder / "logs").glob("*/generate.log")]
         stamps = sorted(((stamp.mtime_ns, path) for path in paths if (stamp := read_stamp(path))), reverse=True)
         return [path for _, path in stamps]
@@ -360,7 +358,7 @@ class GenerationRun(RunEntry):
 
 @contextlib.contextmanager
 def _read_snapshot(connection: sqlite3.Connection) -> Iterator[None]:
-    """All that is read belongs to one moment."""
+    """Read transaction, so that all reads see the same snapshot."""
     connection.execute("BEGIN")
     try:
         yield

@@ -1,6 +1,6 @@
-"""Writes some runs as one HTML file: the page, the answers it asks for, and thumbnails.
+"""Export runs as one HTML file: the page, the API responses it requests, and thumbnails.
 
-Full images are linked by the way from the page to them, so they open where the page lies beside its run.
+Full images are linked by relative paths, so they open as long as the page stays next to its run.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ENTRY_MODULE = "app.js"
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
 PAGE_FOLDER = Path(__file__).with_name("page")
 EXPORT_MARKER = '<meta name="generator" content="halation gallery --export">\n'
-"""By this a page is known for an export, which the next one may replace."""
+"""Marks a page as an export, which another export may overwrite."""
 MARKER_SEARCH_BYTES = 1024
 MAX_FAILURES = 1_000
 ROWS_PER_QUERY = 1_000
 THUMBNAIL_SIZE = 256
 EXTREMES_DIVISOR = 4
-"""The nearest and farthest images of evaluations take at most this part of all."""
+"""The nearest and farthest images of evaluations get at most 1/EXTREMES_DIVISOR of all images."""
 MAX_IMAGE_BYTES = 24 << 20
-"""Of all thumbnails together: a page that can still be mailed."""
+"""Limit for all thumbnails together, so that the page can be sent by mail."""
 STYLE_LINK = '<link rel="stylesheet" href="/static/style.css">\n'
 SCRIPT_LINK = '<script type="module" src="/static/app.js"></script>\n'
 NOTE_STYLE = "\n.left-out { max-width: 72ch; margin: 2rem auto; padding: 0 1rem; opacity: 0.75; font-size: 0.85rem; }\n"
@@ -46,10 +46,10 @@ ThumbnailFunction = Callable[[Path], bytes | None]
 
 
 def bundle(modules: Mapping[str, str], name: str = ENTRY_MODULE, seen: set[str] | None = None) -> str:
-    """One script that does what loading the module `name` does; `modules` are the texts by file name.
+    """Bundle the module `name` and its imports; `modules` are texts by file name.
 
-    Each module stands behind those it imports, without its import lines and the word `export`. A name that two modules
-    declare is an error of syntax then.
+    Each module follows those it imports, without its import lines and `export` keywords. A name that two modules
+    declare becomes a syntax error.
     """
     seen = set() if seen is None else seen
     if name in seen:
@@ -62,7 +62,7 @@ def bundle(modules: Mapping[str, str], name: str = ENTRY_MODULE, seen: set[str] 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     num_bytes: int
@@ -72,7 +72,7 @@ class ExportResult:
 
 @dataclass(kw_only=True)
 class PageContent:
-    """The data of the page: answers by address, thumbnails and links by `RUN/KEY`, and what was left out."""
+    """Data of the page: responses by address, thumbnails and links by `RUN/KEY`, omissions."""
 
     responses: dict[str, Any] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
@@ -88,13 +88,16 @@ def export(
     num_images: int,
     thumbnail: ThumbnailFunction = lambda path: make_thumbnail(path, THUMBNAIL_SIZE),
 ) -> ExportResult:
-    """Write the page of some runs, which share the number of images; the catalog and the scores have been refreshed."""
+    """Write the page of some runs, which share the number of images equally.
+
+    The catalog and the scores must have been refreshed.
+    """
     check_export_path(path)
     share, max_bytes = -(-num_images // len(entries)), MAX_IMAGE_BYTES // len(entries)
     content = merge_contents(
         entries, [collect_content(entry, catalog, scores, path, share, thumbnail, max_bytes) for entry in entries]
     )
-    # a folder's name may be any bytes
+    # The name of a folder may contain any bytes.
     title = ", ".join(os.fsencode(entry.name).decode("utf-8", "replace") for entry in entries)
     data = render_page(title, content).encode()
     try:
@@ -107,7 +110,7 @@ def export(
 
 
 def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageContent]) -> PageContent:
-    """The contents of several runs as one: lists are joined, and what is left out names its run."""
+    """Merge the contents of several runs: lists are joined, omissions are prefixed by the run."""
     if len(contents) == 1:
         return contents[0]
     merged = PageContent()
@@ -121,14 +124,14 @@ def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageConte
         for key in keys:
             rows: list[Any] = []
             for row in (row for content in contents for row in content.responses[address][key]):
-                if row not in rows:  # what a run and one inside it both hold stands once
+                if row not in rows:  # a run and a run inside it may both have a row
                     rows.append(row)
             merged.responses[address] = {**merged.responses[address], key: rows}
     return merged
 
 
 def check_export_path(path: Path) -> None:
-    """Refuse what cannot become a file, or is another one's, before anything is read."""
+    """Raise if the file cannot be written or is not an export, before anything is read."""
     if path.is_dir():
         raise InputError(f"--export {path} is a folder", "a file to write", "give a file name, such as run.html")
     if path.suffix.lower() not in (".html", ".htm"):
@@ -136,8 +139,8 @@ def check_export_path(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(
             f"--export {path}: there is no folder {path.parent}",
-            "a file in a folder that is there",
-            "make the folder first",
+            "a file in an existing folder",
+            "create the folder first",
         )
     try:
         write_atomic(path.with_name(f".{path.name}.probe"), b"")
@@ -146,7 +149,7 @@ def check_export_path(path: Path) -> None:
         raise _write_error(path, error) from error
     if os.path.lexists(path) and not _is_export(path):
         raise InputError(
-            f"--export {path}: it is there, and is not a page that this command wrote",
+            f"--export {path}: the file exists and is not an export of this command",
             "a new file, or an earlier export",
             "choose another name, or remove it first",
         )
@@ -155,21 +158,21 @@ def check_export_path(path: Path) -> None:
 def _write_error(path: Path, error: OSError) -> InputError:
     return InputError(
         f"--export {path} cannot be written: {error.strerror or error}",
-        "a place that can be, with some megabytes free",
-        "choose another, or fix that",
+        "a writable folder with some megabytes free",
+        "fix the cause, or choose another folder",
     )
 
 
 def _is_export(path: Path) -> bool:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would never be opened
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block
             return EXPORT_MARKER.strip().encode() in file.read(MARKER_SEARCH_BYTES)
     except OSError:
         return False
 
 
 def select_runs(catalog: RunCatalog) -> list[SafeRunEntry]:
-    """For each of the catalog's folders the one run in it; what lies inside a run belongs to it."""
+    """Return the one run in each of the catalog's roots; runs inside a run belong to it."""
     selected: dict[str, SafeRunEntry] = {}
     for root in catalog.roots:
         entries = [entry for entry in catalog.entries() if entry.folder.is_relative_to(root)]
@@ -179,20 +182,20 @@ def select_runs(catalog: RunCatalog) -> list[SafeRunEntry]:
             if not any(entry is not other and entry.folder.is_relative_to(other.folder) for other in entries)
         ]
         if not tops:
-            raise InputError(f"no run below {root}", "a run to export", "name the folder of a run")
+            raise InputError(f"no run below {root}", "a run to export", "give the folder of a run")
         if len(tops) > 1:
             names = sorted(f"  {entry.folder}" for entry in tops)
             shown = "\n".join(names[:20]) + (f"\n  and {len(names) - 20} more" if len(names) > 20 else "")
             raise InputError(
                 f"{len(tops)} runs below {root}:\n{shown}",
-                "folders of one run each: a page holds those that were named",
-                "name one of them, or each that the page is to hold",
+                "folders with one run each",
+                "give one of these folders, or all that the page should contain",
             )
         selected[tops[0].id] = tops[0]
     return list(selected.values())
 
 
-# -- what is in it
+# -- content
 
 
 def collect_content(
@@ -204,7 +207,7 @@ def collect_content(
     thumbnail: ThumbnailFunction,
     max_bytes: int,
 ) -> PageContent:
-    """Everything the page asks for of one run, with fewer images where they would be too many bytes."""
+    """Collect responses and images of one run; fewer images if they exceed `max_bytes`."""
     cache: dict[Path, bytes | None] = {}
 
     def cached_thumbnail(file: Path) -> bytes | None:
@@ -242,7 +245,7 @@ def collect_content(
 
 
 class _ImageEmbedder:
-    """Puts images into a page: the small one inside, a link to the full one."""
+    """Embeds thumbnails in a page, with links to the full images."""
 
     def __init__(self, content: PageContent, page: Path, thumbnail: ThumbnailFunction) -> None:
         self.content = content
@@ -251,7 +254,7 @@ class _ImageEmbedder:
         self.num_bytes = 0
 
     def embed(self, run: str, key: object, find_path: Callable[[str], Path | None]) -> bool:
-        """Whether the page has this image now."""
+        """Embed an image; return True if the page has it."""
         name = f"{run}/{key}"
         if name in self.content.images:
             return True
@@ -269,7 +272,7 @@ class _ImageEmbedder:
 def _add_training(
     entry: SafeRunEntry, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
 ) -> None:
-    """All prompts of some steps, spread evenly: the first and the last are always among them."""
+    """Add all prompts of evenly spread steps, always with the first and the last one."""
     steps: Sequence[Mapping[str, Any]] = detail.get("steps") or []
     max_keys = max((len(set(_image_keys(step))) for step in steps), default=1)
     chosen = select_evenly(range(len(steps)), max(1, num_images // max(1, max_keys)))
@@ -293,7 +296,7 @@ def _image_keys(step: Mapping[str, Any]) -> Iterable[str]:
 def _add_generation(
     entry: Any, detail: Mapping[str, Any], content: PageContent, embedder: _ImageEmbedder, num_images: int
 ) -> None:
-    """Some of the images that are done, spread evenly, with their specs; and what failed."""
+    """Add evenly spread images with their specs, and the failures."""
     num_done = int(entry.search(RowQuery(state="done", limit=0))["total"])
     rows: dict[int, dict[str, Any]] = {}
     wanted = select_evenly(range(num_done), num_images)
@@ -326,7 +329,7 @@ def _add_extremes(
     embedder: _ImageEmbedder,
     max_images: int,
 ) -> int:
-    """Images nearest to and farthest from a reference, those of the latest reports first; how many were taken."""
+    """Add nearest and farthest images, the latest reports first; return the number added."""
     num_added = num_available = 0
     for report in sorted(reports, key=lambda report: -(report["step"] or 0)):
         id = report["run"] or report["id"]
@@ -343,7 +346,7 @@ def _add_extremes(
 
 
 def render_page(title: str, content: PageContent) -> str:
-    """The shell with everything in it; scripts and styles run by their hashes, so nothing a run says can become one."""
+    """Render the HTML. Scripts and styles are allowed by hash, so a run's data cannot execute."""
     script = "\n" + bundle({path.name: path.read_text("utf-8") for path in PAGE_FOLDER.glob("*.js")})
     style = "\n" + (PAGE_FOLDER / "style.css").read_text("utf-8") + NOTE_STYLE
     assert "</style" not in style.lower()

@@ -1,4 +1,4 @@
-"""Finds runs below folders and refreshes them; one that cannot be read harms no other."""
+"""Find runs below folders and refresh them; an unreadable run does not affect others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from halation.runs.run_folder import CONFIG_FILE, METRICS_FILE
 log = logging.getLogger(__name__)
 
 
-# RuntimeError: too deep a recursion, and a link that leads to itself.
+# RuntimeError covers RecursionError and symlink loops.
 READ_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, sqlite3.Error),
 )
-"""What reading files that hold anything at all can end in."""
+"""Errors that can occur while reading files with arbitrary contents."""
 EMPTY_TRAINING_DETAIL: dict[str, Any] = {
     name: [] for name in ("prompts", "variants", "steps", "checkpoints", "metrics", "scores")
 }
@@ -44,7 +44,7 @@ EMPTY_RESPONSES: dict[str, Any] = {
     "search": {"total": 0, "rows": []},
     "spec": None,
 }
-"""What the questions that only some kinds answer are answered with."""
+"""Responses of methods that only some kinds of runs have, if they fail."""
 Answer = TypeVar("Answer")
 RUN_KINDS = ("train", "distill", "sample", "generate", "watch")
 MARKER_FILES = {
@@ -53,24 +53,26 @@ MARKER_FILES = {
     "train": (METRICS_FILE, "checkpoints"),
     "sample": ("samples.json",),
 }
-"""Files by which the kind of a run is known where its record is damaged."""
+"""Files that identify the kind of a run if its record is damaged."""
 MAX_DEPTH = 6
 MAX_CHILDREN = 2_000
 MAX_ROOT_CHILDREN = 200_000
-"""A folder with more entries is one of images and not searched, unless it was named on the command line."""
+"""Folders with more entries than MAX_CHILDREN are taken for image folders and not scanned; this is the limit for
+folders named on the command line."""
 SCAN_EVERY_S = 3.0
 REFRESH_IDLE_EVERY_S = 5.0
-"""How often a run that is not running is looked at."""
+"""Interval at which a run that is not running is refreshed."""
 NON_RUN_FOLDERS = ("checkpoints", "samples", "logs", "export", "evaluation", "cache", "tensorboard", "wandb", "control")
-"""Folders of a training that hold no runs; any other one below it may be a run."""
+"""Folders of a training that hold no runs; any other folder in it may be a run."""
 MTIME_SETTLE_S = 2.0
-"""A folder that changed so recently may change again within the same tick of its clock, so it is read once more."""
+"""A folder that changed this recently may change again within the same clock tick, so it is read once more."""
 
 
 class RunEntry:
-    """A run as a page sees it. Getters are called from other threads than `refresh`: each takes the lock.
+    """A run as the page shows it.
 
-    A kind of run adds `_refresh`, `_build_summary`, `detail`, `image` and `log`.
+    Getters are called from other threads than `refresh`, so each takes the lock. A kind of run implements `_refresh`,
+    `_build_summary`, `detail`, `image` and `log`.
     """
 
     kind = ""
@@ -81,11 +83,11 @@ class RunEntry:
         self.id = id
         self.folder = folder
         self.version = 0
-        """Counts up whenever anything a page shows has changed."""
+        """Incremented whenever anything shown on the page has changed."""
         self.name = folder.name
-        """Path relative to the folder it was found below; the catalog sets it and `parent`."""
+        """Path relative to the root it was found in; the catalog sets it and `parent`."""
         self.parent: str | None = None
-        """Id of the run it belongs to: the training of a watch inside it, the watch of its images."""
+        """Id of the enclosing run: the training around a watch, or the watch around its images."""
         self._defaults = defaults or {}
         self._lock = threading.RLock()
         self._record: dict[str, Any] = {}
@@ -95,7 +97,7 @@ class RunEntry:
         self._started: float | None = None
 
     def refresh(self) -> bool:
-        """Look at the disk, by stats alone where nothing changed; whether anything a page shows has changed."""
+        """Read the disk (only stats if nothing changed); return True if anything has changed."""
         with self._lock:
             changed = self._has_changed(CONFIG_FILE, ENDED_FILE, OWNER_FILE)
             if changed:
@@ -109,14 +111,14 @@ class RunEntry:
             return changed
 
     def _refresh(self) -> bool:
-        """Whether anything but the record and the state has changed."""
+        """Return True if anything besides the record and the state has changed."""
         raise NotImplementedError
 
     def _read_state(self) -> run_file_reader.RunState:
         return run_file_reader.read_run_state(self.folder, self._last_modified())
 
     def _has_changed(self, *names: str) -> bool:
-        """Whether any of these files or folders is another one than at the last call."""
+        """Return True if any of these files or folders changed since the last call."""
         stamps = {name: run_file_reader.read_stamp(self.folder / name) for name in names}
         changed = any(name not in self._stamps or self._stamps[name] != stamp for name, stamp in stamps.items())
         self._stamps |= stamps
@@ -130,7 +132,7 @@ class RunEntry:
             return self.empty_summary() | self._build_summary()
 
     def empty_summary(self) -> dict[str, Any]:
-        """A summary of a run of which nothing is known but its state."""
+        """Summary with the state and empty values."""
         about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "version": self.version}
         state = {"state": self._state.status, "reason": self._state.reason or self._config_error, "title": ""}
         numbers = {"done": 0, "planned": 0, "failed": 0, "changed": self._last_modified(), "unit": self.unit}
@@ -143,11 +145,11 @@ class RunEntry:
         }
 
     def _build_summary(self) -> dict[str, Any]:
-        """What there is to add to `empty_summary`."""
+        """Return the values to update in `empty_summary`."""
         raise NotImplementedError
 
     def _start_time(self, log_file: Path | None) -> float | None:
-        """When its first command began to write its log; remembered, for a log's beginning stays."""
+        """Time of the first line of the log; cached, because the start of a log does not change."""
         if self._started is None and log_file is not None:
             with contextlib.suppress(OSError), run_file_reader.open_regular_file(log_file, self.folder) as file:
                 self._started = run_file_reader.parse_time(file.readline(200).decode("utf-8", "replace")[:19])
@@ -157,15 +159,15 @@ class RunEntry:
         raise NotImplementedError
 
     def image(self, key: str) -> Path | None:
-        """The file of a key this entry has given out itself, never one outside of its folder."""
+        """File of a key that this entry has issued; never one outside of its folder."""
         raise NotImplementedError
 
     def _find_inside(self, path: Path) -> Path | None:
-        """Where a file really is; None where it is no file, or outside of the run."""
+        """Resolve a file; None if it is not a file or is outside of the run."""
         try:
             real_path = path.resolve(strict=True)
             return real_path if real_path.is_relative_to(self.folder.resolve()) and real_path.is_file() else None
-        except (OSError, ValueError, RuntimeError):  # no name of a file, or a link to itself
+        except (OSError, ValueError, RuntimeError):  # an invalid name, or a symlink loop
             return None
 
     def log(self, num_lines: int) -> list[str]:
@@ -183,7 +185,10 @@ class RunEntry:
 
 
 class SafeRunEntry:
-    """An entry that never raises. Its summary is that of the last refresh, so that a list of runs waits for none."""
+    """An entry that never raises, with a cached summary.
+
+    The summary is that of the last refresh, so that the list of runs does not wait for any run.
+    """
 
     def __init__(self, entry: RunEntry) -> None:
         self._entry = entry
@@ -194,7 +199,7 @@ class SafeRunEntry:
         self.parent = entry.parent
         self.version = entry.version
         self._num_error_changes = 0
-        """Changes of what cannot be read, which the entry does not count."""
+        """Number of changes of the read error, which the entry's version does not count."""
         self._read_error = ""
         self._logged_errors: set[str] = set()
         self._summary: dict[str, Any] | None = None
@@ -233,14 +238,14 @@ class SafeRunEntry:
         return self._call(self._entry.config, {"settings": {}, "fixed": {}, "changes": []})[0]
 
     def __getattr__(self, name: str) -> Any:
-        """What only some kinds of runs can do."""
+        """Forward methods that only some kinds of runs have."""
         method = getattr(self._entry, name)
         if name not in EMPTY_RESPONSES:
             return method
         return lambda *args: self._call(lambda: method(*args), EMPTY_RESPONSES[name])[0]
 
     def _call(self, function: Callable[[], Answer], default: Answer) -> tuple[Answer, str]:
-        """An answer, and why there is none."""
+        """Call a function; return its result and "", or the default and an error message."""
         try:
             return function(), ""
         except READ_ERRORS as error:
@@ -255,13 +260,13 @@ RunFactory = Callable[[Path, str], RunEntry]
 
 
 def make_run_id(folder: Path) -> str:
-    """Stable between restarts, and says nothing."""
+    """Id of a run: stable between restarts, and does not reveal the path."""
     return hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=5).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """A run on the disk."""
+    """A run found on disk."""
 
     folder: Path
     kind: str
@@ -271,7 +276,7 @@ class RunLocation:
 
 @dataclass(kw_only=True)
 class _FolderScan:
-    """What a folder held when it was last read."""
+    """Contents of a folder when it was last read."""
 
     mtime_ns: int
     is_settled: bool
@@ -294,7 +299,10 @@ class RunCatalog:
         self._lock = threading.Lock()
 
     def refresh(self, now: float | None = None) -> list[str]:
-        """Ids of the runs that changed since the last call, and "" where the list itself did; `now` is in seconds."""
+        """Return ids of runs that changed since the last call, and "" if the list itself changed.
+
+        `now` is in seconds of the monotonic clock.
+        """
         now = time.monotonic() if now is None else now
         changed = []
         if now - self._scanned_at >= SCAN_EVERY_S:
@@ -309,7 +317,7 @@ class RunCatalog:
         return changed
 
     def entries(self) -> list[SafeRunEntry]:
-        """All of them, the newest change first."""
+        """All entries, the latest change first."""
         with self._lock:
             entries = list(self._entries.values())
         return sorted(entries, key=lambda entry: -float(entry.summary().get("changed") or 0))
@@ -319,11 +327,14 @@ class RunCatalog:
             return self._entries.get(id)
 
     def scanned_folders(self) -> list[Path]:
-        """The folders that were looked into for runs, those of runs included."""
+        """The folders that were scanned for runs, including those of runs."""
         return list(self._scans)
 
     def _is_due(self, entry: SafeRunEntry, now: float) -> bool:
-        """A run at rest is looked at now and then, but at once when a command takes it or lets it go."""
+        """Return True if a run should be refreshed.
+
+        An idle run is due at intervals, and immediately when a command locks or unlocks its folder.
+        """
         last = self._refreshed_at.get(entry.id)
         try:
             owner = (entry.folder / OWNER_FILE).stat().st_mtime_ns
@@ -339,7 +350,7 @@ class RunCatalog:
         )
 
     def _update_entries(self, found: Mapping[str, RunLocation]) -> bool:
-        """Make entries of what is new and forget what is gone; whether there was either."""
+        """Create entries for new runs and remove entries of lost ones; return True if any changed."""
         gone = [id for id, entry in self._entries.items() if id not in found or found[id].kind != entry.kind]
         new = {id: run for id, run in found.items() if id not in self._entries or id in gone}
         created: dict[str, SafeRunEntry] = {}
@@ -362,7 +373,7 @@ class RunCatalog:
     # -- finding
 
     def _scan(self) -> dict[str, RunLocation]:
-        """All runs, by id; only folders whose time changed are read again."""
+        """Find all runs, by id; only folders whose mtime changed are read again."""
         seen: set[Path] = set()
         found: dict[str, RunLocation] = {}
         for root in self.roots:
@@ -412,7 +423,7 @@ class RunCatalog:
 
 
 def _shortest_labels(roots: Sequence[Path]) -> dict[Path, Path]:
-    """The shortest ends by which folders differ from each other."""
+    """Return the shortest path suffixes that distinguish the folders."""
     distinct = dict.fromkeys(roots)
     for length in range(1, max((len(root.parts) for root in distinct), default=0) + 1):
         labels = {root: Path(*root.parts[-length:]) for root in distinct}
@@ -422,10 +433,10 @@ def _shortest_labels(roots: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
-    """One pass over a folder; a run's own folders are not searched but where runs may be inside it."""
+    """Scan one folder; of a run's own folders, only those that may contain runs are listed."""
     settled = time.time() - mtime_ns / 1e9 > MTIME_SETTLE_S
     kind = read_run_kind(folder)
-    if kind in ("generate", "sample"):  # nothing but images, and these may be many
+    if kind in ("generate", "sample"):  # only images, possibly many
         return _FolderScan(mtime_ns=mtime_ns, is_settled=settled, kind=kind)
     children = []
     with os.scandir(folder) as entries:
@@ -444,7 +455,7 @@ def _read_folder(folder: Path, mtime_ns: int, max_children: int) -> _FolderScan:
 
 
 def read_run_kind(folder: Path) -> str | None:
-    """The kind of run in a folder, by its record or, where that is damaged, by its files; None for other folders."""
+    """Kind of the run in a folder, or None. A run with a damaged record is known by its files."""
     try:
         record = run_file_reader.read_json(folder / CONFIG_FILE)
     except FileNotFoundError:

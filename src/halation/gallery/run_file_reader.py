@@ -1,4 +1,4 @@
-"""Files of a run as the gallery reads them, and the state of the run that they show."""
+"""Read the files of a run for the gallery, and derive the state of the run from them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_OBJECT_BYTES = 8 << 20
 MAX_LINE_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20
 STALE_AFTER_S = 300.0
-"""A command on another machine cannot be asked; one whose files did not change for so long is taken for gone."""
+"""Processes on another machine cannot be checked; after this time without a file change they count as dead."""
 END_STATES = ("finished", "stopped", "failed")
 Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileStamp:
-    """What tells whether a file or folder is what it was."""
+    """Identity of a file or folder, to detect changes."""
 
     inode: int
     size: int
@@ -43,9 +43,9 @@ class FileStamp:
 
 
 def read_stamp(path: Path) -> FileStamp | None:
-    """None where there is no file or folder that can be read.
+    """Return the stamp of a file or folder, or None if it cannot be read.
 
-    It opens what it asks about, because a file system on a network answers stat() from memory.
+    The path is opened first, because network file systems answer stat() from a cache.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -63,12 +63,12 @@ def read_stamp(path: Path) -> FileStamp | None:
 
 
 def open_regular_file(path: Path, within: Path | None = None) -> BinaryIO:
-    """A regular file below the folder `within`, by default its own; OSError where it is something else."""
+    """Open a regular file below `within`, by default its own folder; OSError if it is not one."""
     return input_files.open_regular_file(path, within=within or path.parent)
 
 
 def read_json(path: Path, within: Path | None = None) -> Any:
-    """What a file says. OSError or ValueError, in a few words, where it cannot be read."""
+    """Read a JSON file; raise OSError or ValueError with a short message if it cannot be read."""
     value = input_files.read_json(path, within=within or path.parent, max_bytes=MAX_OBJECT_BYTES)
     if isinstance(value, dict) and value.pop(DIGEST_KEY, None) not in (None, json_digest(value)):
         raise ValueError("it is damaged: it is not what was written")
@@ -76,7 +76,7 @@ def read_json(path: Path, within: Path | None = None) -> Any:
 
 
 def read_json_object(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is missing, damaged or something else."""
+    """Read a JSON object; return an empty one if the file is missing, damaged or no object."""
     try:
         return as_dict(read_json(path, within))
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def read_json_object(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The config.json of a run; its parts are of the kinds they should be, whatever it says."""
+    """Read the config.json of a run; its parts always have the expected types."""
     record = read_json_object(folder / CONFIG_FILE)
     changes = record.get("changes")
     parts = {name: as_dict(record.get(name)) for name in ("settings", "fixed")}
@@ -92,7 +92,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def find_read_error(path: Path) -> str:
-    """Why the object in a file cannot be read, in a sentence; empty where it can or there is none."""
+    """Message why a JSON object cannot be read; empty if it can, or if there is no file."""
     try:
         value = read_json(path)
     except FileNotFoundError:
@@ -105,17 +105,17 @@ def find_read_error(path: Path) -> str:
 
 
 def as_dict(value: object) -> dict[str, Any]:
-    """The value itself if it is an object, an empty one instead of anything else."""
+    """Return the value if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def is_number(value: object) -> bool:
-    """A number that a page can be told: finite, and not larger than its numbers go."""
+    """Return True for a finite number within the range of JavaScript numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 <= value <= 1e308
 
 
 def encode_json(value: Any, escaped: str = "<") -> str:
-    """JSON that every browser reads: what is not finite is null; without `<`, so never taken for HTML."""
+    """Encode JSON for browsers: non-finite numbers are null, and `<` is escaped for HTML."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -126,7 +126,7 @@ def encode_json(value: Any, escaped: str = "<") -> str:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """The same value with null for numbers that are not finite, which JSON cannot hold."""
+    """Replace numbers that are not finite, which JSON cannot hold, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -137,12 +137,12 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def is_int64(value: object) -> bool:
-    """A whole number as steps, seeds and sizes are."""
+    """Return True for an integer of 64 bits, as steps, seeds and sizes are."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def select_evenly(items: Sequence[Thing], max_items: int) -> list[Thing]:
-    """At most so many of them, evenly spread, the first and the last among them; of one alone, the last."""
+    """Select at most `max_items` evenly, including the first and the last; of one, the last."""
     if len(items) <= max_items:
         return list(items)
     if max_items <= 1:
@@ -151,10 +151,10 @@ def select_evenly(items: Sequence[Thing], max_items: int) -> list[Thing]:
 
 
 class JsonlTailReader:
-    """JSON objects of a file that others append to, each of them given once."""
+    """Reads each JSON object once from a file that another process appends to."""
 
     def __init__(self, path: Path, within: Path | None = None, must_contain: bytes = b"") -> None:
-        """Only lines in which `must_contain` occurs are looked into: of a long file it is most of the work."""
+        """Only lines that contain `must_contain` are parsed: parsing is most of the work."""
         self.path = path
         self.within = within
         self.must_contain = must_contain
@@ -164,14 +164,15 @@ class JsonlTailReader:
         self._has_unread = False
 
     def read_new(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file was rewritten, so that all it gave before is void, and the whole lines it has not given yet.
+        """Return whether the file was rewritten, and the new objects.
 
-        A line that is no JSON object is left out; one that has no end yet is given when it has.
+        After a rewrite, all objects returned before are void. Lines that are not JSON objects are skipped; an
+        incomplete line is returned once it is complete.
         """
         return self.poll(), list(self.iter_rows())
 
     def poll(self) -> bool:
-        """Whether the file was rewritten; to be called before `iter_rows`."""
+        """Return True if the file was rewritten. Call it before `iter_rows`."""
         stamp = read_stamp(self.path)
         if stamp == self.stamp:
             return False
@@ -183,7 +184,7 @@ class JsonlTailReader:
         return rewritten
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
-        """What came since the last look, a piece of the file at a time: all of a long one would be much."""
+        """Yield new objects since the last poll; the file is read in chunks to limit memory."""
         if not self._has_unread:
             return
         self._has_unread = False
@@ -200,7 +201,7 @@ class JsonlTailReader:
                         row for line in lines if self.must_contain in line and (row := _parse_object(line)) is not None
                     )
         except OSError:
-            self.stamp = None  # looked at again next time
+            self.stamp = None  # read again next time
 
     def _is_rewritten(self, stamp: FileStamp | None) -> bool:
         if self.stamp is None or not self.offset:
@@ -209,7 +210,7 @@ class JsonlTailReader:
             return True
         try:
             with open_regular_file(self.path, self.within) as file:
-                # Written over in place by something longer: what was last read is not there.
+                # Overwritten in place by something longer: the last bytes read have changed.
                 file.seek(self.offset - len(self.last_bytes))
                 return file.read(len(self.last_bytes)) != self.last_bytes
         except OSError:
@@ -225,7 +226,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def read_last_lines(path: Path, num_lines: int, within: Path | None = None) -> list[str]:
-    """The end of a log, as text whatever its bytes are."""
+    """Read the last lines of a log; invalid bytes are replaced."""
     try:
         with open_regular_file(path, within) as file:
             size = file.seek(0, os.SEEK_END)
@@ -241,7 +242,7 @@ def read_last_lines(path: Path, num_lines: int, within: Path | None = None) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """`status` is running, finished, stopped or failed."""
+    """State of a run; `status` is running, finished, stopped or failed."""
 
     status: str
     reason: str = ""
@@ -252,10 +253,10 @@ class RunState:
 def read_run_state(
     folder: Path, last_modified: float, lease_files: Sequence[Path] = (), is_complete: bool | None = None
 ) -> RunState:
-    """The state of a run whose newest file is of the time `last_modified`.
+    """Return the state of a run whose newest file has the time `last_modified`.
 
-    `lease_files` are touched by processes that hold no lock on the folder; `is_complete` says whether all that was
-    planned is there, for runs that recorded no end.
+    `lease_files` are touched by processes that hold no lock on the folder. `is_complete` is True if all planned results
+    exist; it decides for runs that recorded no end.
     """
     owner = read_json_object(folder / OWNER_FILE)
     ended = read_json_object(folder / ENDED_FILE)
@@ -294,7 +295,7 @@ def _owner_state(owner: dict[str, object], last_modified: float) -> RunState:
 
 
 def parse_time(text: object) -> float | None:
-    """Seconds since the epoch of a local time as logs and owner files have it; None for anything else."""
+    """Parse a local time of logs and owner files to seconds since the epoch; None if invalid."""
     try:
         return time.mktime(time.strptime(str(text), "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):

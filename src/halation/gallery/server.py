@@ -1,4 +1,4 @@
-"""The HTTP server of the page: fixed routes; no part of a request becomes a path."""
+"""The HTTP server of the page. Routes are fixed: no part of a request becomes a file path."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ THUMBNAIL_SIZES = (256, 512)
 MAX_IMAGE_BYTES = 256 << 20
 MAX_ROWS = 1_000
 NUM_THUMBNAIL_WORKERS = 4
-"""Thumbnails made at one time: they keep a core busy, and other questions should not wait for them."""
+"""Thumbnails made concurrently: each keeps a core busy, and other requests should not wait for them."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
 ROW_STATE_FILTERS = ("", "done", "failed", "open")
 CONTROL_ACTIONS = ("sample", "save", "stop")
@@ -66,47 +66,47 @@ MAX_CONNECTIONS = 512
 MIN_CONNECTIONS = 32
 NUM_RESERVED_DESCRIPTORS = 64
 DESCRIPTORS_PER_CONNECTION = 3
-"""One for its socket, the others for files that an answer is read from."""
+"""One for the socket, the others for files of a response."""
 EVENT_STREAM_SHARE = 4
-"""One in so many connections may be a page that listens for changes."""
+"""At most 1/EVENT_STREAM_SHARE of the connections may be event streams."""
 ACCEPT_BATCH = 4
-"""Connections accepted between two looks at what the open ones sent: a request is read before its connection is old."""
+"""Connections accepted before the open ones are read again, so that requests are read while connections are new."""
 ACCEPT_RETRY_S = 0.2
 READ_BYTES = 16 << 10
-"""What the parser is given at a time; a header that is not complete after two of them is refused."""
+"""Bytes passed to the parser at a time; a header that is not complete after two of them is rejected."""
 REQUEST_TIMEOUT_S = 10.0
-"""For a complete request header; without the token or the cookie, for all that happens on a connection."""
+"""Time limit for a complete request header; without the token or the cookie, for the whole connection."""
 KEEP_ALIVE_S = 5
 SEND_TIMEOUT_S = 60.0
 MIN_SEND_BYTES = 64 << 10
-"""A client reads at least so much of an answer in SEND_TIMEOUT_S."""
+"""A client must read at least this much of a response in SEND_TIMEOUT_S."""
 LOG_CLOSED_EVERY_S = 60.0
 IMAGE_CHUNK_BYTES = 4 << 20
-"""Larger images are read while they are sent, so that many slow readers do not hold many images in memory."""
+"""Larger images are streamed, so that many slow clients do not hold many images in memory."""
 
 RequestHandler = Callable[["GalleryContext", Request], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GalleryContext:
-    """What the page is made of."""
+    """Data and functions behind the routes."""
 
     catalog: RunCatalog
     change_feed: ChangeFeed
     roots: tuple[str, ...]
     version: str
     get_thumbnail: Callable[[Path, int], bytes | None]
-    """Bytes of a small image of a file; None where it is no image."""
+    """Thumbnail of an image file; None if it is no image."""
     get_scores: Callable[[], Mapping[str, Any]]
-    """What /api/scores answers."""
+    """Response of /api/scores."""
     find_score_image: Callable[[str, str], Path | None]
-    """The file of a key that a report gave out, by the id of its run or of the report."""
+    """File of an image key of a report, by the id of its run or of the report."""
     send_control: Callable[[Path, str], object] | None = None
-    """Asks a running training for something; None where the page may only look."""
+    """Sends a request to a running training; None if the page is read-only."""
 
 
 def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHosts) -> App:
-    """Everything behind the guard."""
+    """Build the ASGI app: routes, compression and access control."""
     max_event_streams = max_connections() // EVENT_STREAM_SHARE
     page_files = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in CONTENT_TYPES}
 
@@ -171,7 +171,7 @@ def build_app(gallery: GalleryContext, *, token: str, allowed_hosts: AllowedHost
     )
 
 
-# -- answers
+# -- responses
 
 
 def _json_response(value: Any, status: int = 200) -> Response:
@@ -186,8 +186,8 @@ async def _http_error_response(request: Request, error: Exception) -> Response:
 
 
 async def _server_error_response(request: Request, error: Exception) -> Response:
-    """Said without its words, which may hold a path; the traceback is printed where the gallery was started."""
-    return _json_response({"error": "the gallery could not answer; where it was started it says why"}, 500)
+    """Omit the message, which may contain a path; the server prints the traceback."""
+    return _json_response({"error": "internal error; see the terminal where the gallery was started"}, 500)
 
 
 def _get_metrics(gallery: GalleryContext, request: Request) -> Any:
@@ -199,7 +199,7 @@ def _get_rows(gallery: GalleryContext, request: Request) -> Any:
     search = _require_method(_find_entry(gallery, request), "search")
     state = _text_param(request, "state")
     if state not in ROW_STATE_FILTERS:
-        raise HTTPException(400, f"state is {', '.join(filter(None, ROW_STATE_FILTERS))} or left away")
+        raise HTTPException(400, f"state must be {', '.join(filter(None, ROW_STATE_FILTERS))} or omitted")
     query = RowQuery(
         offset=_int_param(request, "offset", 0, low=0),
         limit=_int_param(request, "limit", 100, low=0, high=MAX_ROWS),
@@ -233,10 +233,10 @@ def _get_image(gallery: GalleryContext, request: Request) -> Response:
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:
-    """A file that does not fit into one chunk, read at the pace at which the client reads it."""
+    """Stream a large file in chunks, as fast as the client reads it."""
     try:
         file = open_regular_file(path)
-    except OSError:  # removed since its type was read
+    except OSError:  # removed after its type was read
         return
     with file:
         while file.tell() < MAX_IMAGE_BYTES and (chunk := file.read(IMAGE_CHUNK_BYTES)):
@@ -244,12 +244,12 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _thumbnail_handler(gallery: GalleryContext) -> Callable[[Request], Awaitable[Response]]:
-    limiter: list[anyio.CapacityLimiter] = []  # belongs to a loop, so it is made by the first who asks in it
+    limiter: list[anyio.CapacityLimiter] = []  # belongs to an event loop, so the first request creates it
 
     def get_thumbnail(request: Request) -> Response:
         size = _int_param(request, "s", THUMBNAIL_SIZES[0])
         if size not in THUMBNAIL_SIZES:
-            raise HTTPException(400, f"s is one of {', '.join(map(str, THUMBNAIL_SIZES))}")
+            raise HTTPException(400, f"s must be one of {', '.join(map(str, THUMBNAIL_SIZES))}")
         body = gallery.get_thumbnail(_image_path(gallery, request), size)
         if body is None:
             raise HTTPException(404, "the image is gone or cannot be read")
@@ -269,15 +269,15 @@ def _post_control(gallery: GalleryContext, request: Request) -> Response:
     if action not in CONTROL_ACTIONS or gallery.send_control is None:
         raise HTTPException(404, "there is no such request")
     if entry.kind not in CONTROLLABLE_KINDS or entry.summary()["state"] != "running":
-        raise HTTPException(409, "only a training that is running can be asked")
+        raise HTTPException(409, "only a running training accepts requests")
     try:
         gallery.send_control(entry.folder, action)
-    except InputError as error:  # it has ended in this moment, or its folder is another person's
+    except InputError as error:  # it has just ended, or its folder is not writable
         raise HTTPException(409, error.found) from error
     return _json_response({"asked": action}, 202)
 
 
-# -- what a request names
+# -- request parameters
 
 
 def _find_entry(gallery: GalleryContext, request: Request) -> SafeRunEntry:
@@ -289,7 +289,7 @@ def _find_entry(gallery: GalleryContext, request: Request) -> SafeRunEntry:
 
 
 def _require_method(entry: SafeRunEntry, name: str) -> Callable[..., Any]:
-    """What only some kinds of runs can do."""
+    """Return a method that only some kinds of runs have, or raise 404."""
     method: Callable[..., Any] | None = getattr(entry, name, None)
     if method is None:
         raise HTTPException(404, f"a run of {entry.kind} has no {name}")
@@ -304,7 +304,7 @@ def _image_key(request: Request) -> str:
 
 
 def _image_path(gallery: GalleryContext, request: Request) -> Path:
-    """The file of a key. That it lies in its run is checked here once more, although entries promise it."""
+    """File of a key. Entries return only files inside their run; this is checked again here."""
     id, key = request.path_params["id"], _image_key(request)
     entry = gallery.catalog.get(id) if RUN_ID.fullmatch(id) else None
     path = entry.image(key) if entry is not None else None
@@ -322,19 +322,19 @@ def _int_param(request: Request, name: str, default: Any, *, low: int = -(2**63)
     if not text:
         return default
     if not re.fullmatch(r"-?[0-9]{1,19}", text) or not low <= int(text) <= high:
-        raise HTTPException(400, f"{name} is a whole number" + (f" up to {high}" if high < 2**62 else ""))
+        raise HTTPException(400, f"{name} must be a whole number" + (f" up to {high}" if high < 2**62 else ""))
     return int(text)
 
 
 def _text_param(request: Request, name: str) -> str:
     text = request.query_params.get(name, "")
     if not QUERY_TEXT.fullmatch(text):
-        raise HTTPException(400, f"{name} is at most 400 letters")
+        raise HTTPException(400, f"{name} must have at most 400 characters")
     return text
 
 
 def _image_response(body: bytes, request: Request, *, large_file: Path | None = None) -> Response:
-    """Typed by what it is: a file of another kind under an image's name is not shown.
+    """Response with the media type of the content; a file that is no image is rejected.
 
     `body` is the whole image, or the start of `large_file`.
     """
@@ -362,7 +362,7 @@ def image_type(body: bytes) -> str | None:
 
 
 def max_connections() -> int:
-    """How many connections may be open at a time, by the number of files this process may open."""
+    """Limit of open connections, from the limit of open files of this process."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -371,7 +371,7 @@ def max_connections() -> int:
 
 
 class GalleryConnection(H11Protocol):
-    """One connection: uvicorn's, with a time limit for each of its parts."""
+    """A connection of uvicorn with time limits for requests and responses."""
 
     def __init__(self, server: GalleryServer, address: str) -> None:
         super().__init__(server.config, server.server_state, {"connection": self})
@@ -386,7 +386,7 @@ class GalleryConnection(H11Protocol):
         self.connection_table.add(self)
 
     def data_received(self, data: bytes) -> None:
-        # In pieces, because the parser has no limit for a header that arrives at once.
+        # In pieces, because the parser has no size limit for a header that arrives in one piece.
         for start in range(0, len(data), READ_BYTES):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + READ_BYTES])
@@ -409,7 +409,7 @@ class GalleryConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the damage is in what follows a request that was answered
+        except h11.LocalProtocolError:  # the invalid data follow a request that was already answered
             self.transport.close()
 
     @property
@@ -430,10 +430,13 @@ class GalleryConnection(H11Protocol):
         return now - self._sent_at > SEND_TIMEOUT_S
 
     def _count_unsent(self) -> int:
-        """Bytes that the client has not taken; the kernel holds megabytes of them, and asks for more in large steps."""
+        """Bytes not yet sent to the client, including those in the kernel's buffer.
+
+        The kernel buffers megabytes and accepts more in large steps.
+        """
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent:
-            with contextlib.suppress(OSError):  # not every system can tell
+            with contextlib.suppress(OSError):  # not supported on every system
                 queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
                 num_unsent += int.from_bytes(queued, sys.byteorder)
         return num_unsent
@@ -443,14 +446,15 @@ class GalleryConnection(H11Protocol):
 
 
 class GalleryServer(uvicorn.Server):
-    """uvicorn with limits for connections, streams that end with it, and a signal as the exit code.
+    """uvicorn with connection limits.
 
-    It accepts connections itself: uvicorn has no limit that is checked before a descriptor is spent, and asyncio prints
-    a traceback for each connection that finds none left.
+    It ends event streams on shutdown, and records the stop signal for the exit code. It accepts connections itself:
+    uvicorn has no limit that is checked before a descriptor is used, and asyncio prints a traceback for each connection
+    without a free descriptor.
     """
 
     def __init__(self, app: App, change_feed: ChangeFeed) -> None:
-        # One parser and one loop everywhere, whatever else is installed.
+        # Always the same parser and event loop, whatever else is installed.
         super().__init__(
             uvicorn.Config(
                 app,
@@ -512,7 +516,7 @@ class GalleryServer(uvicorn.Server):
                 connected, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError:  # no descriptor is left, in this process or on the machine
+            except OSError:  # out of descriptors, in this process or on the machine
                 self.connection_table.close_one()
                 loop.remove_reader(listener)
                 loop.call_later(ACCEPT_RETRY_S, self._start_accepting, listener)
@@ -529,11 +533,11 @@ class GalleryServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(lambda: GalleryConnection(self, network), connected)
-        except OSError:  # the client has gone already
+        except OSError:  # the client has already disconnected
             connected.close()
 
     def _log_closed(self) -> None:
-        """One line for all that were closed, at most once a minute: a client that connects must not fill a disk."""
+        """Log closed connections at most once a minute, so that clients cannot fill a disk."""
         table, now = self.connection_table, asyncio.get_running_loop().time()
         if table.num_closed > self._num_logged and now - self._logged_at >= LOG_CLOSED_EVERY_S:
             log.warning(
@@ -547,14 +551,14 @@ class GalleryServer(uvicorn.Server):
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens there; OSError where it cannot."""
+    """Open a listening socket; raises OSError on failure."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a laptop that was shut does not say goodbye
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a suspended laptop does not close its connections
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_S * 1000)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel keeps connections that send nothing to itself
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # the kernel holds back connections that send nothing
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(REQUEST_TIMEOUT_S))
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)

@@ -1,4 +1,4 @@
-"""Thumbnails: made once, cached on disk by source, evicted when the cache is full."""
+"""Thumbnails, cached on disk by source and evicted when the cache is full."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 QUALITY = 80
 MAX_BYTES = 2 << 30
 EVICT_EVERY = 2_000
-"""Thumbnails written between two looks at what the folder holds."""
+"""Thumbnails written between two checks of the folder's size."""
 EVICT_TO_FRACTION = 0.9
-"""A sweep removes a little more than it must, so that the next one is not due at once."""
+"""Eviction frees a little more than needed, so that the next one is not due immediately."""
 STALE_TEMPORARY_S = 3600.0
 NUM_DECODERS = 2
 NUM_NAME_LOCKS = 256
 
 
 class ThumbnailCache:
-    """WebP thumbnails of images by path; may be called from any thread, and by several processes with one folder."""
+    """WebP thumbnails of images by path; safe for several threads and processes."""
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder or cache_folder() / "thumbnails"
@@ -42,11 +42,11 @@ class ThumbnailCache:
         self._decoders = threading.BoundedSemaphore(NUM_DECODERS)
         self._lock = threading.Lock()
         self._name_locks = [threading.Lock() for _ in range(NUM_NAME_LOCKS)]
-        # Due at the first write: earlier processes may have left too many.
+        # Evict at the first write: earlier processes may have left too many.
         self._num_written = EVICT_EVERY - 1
 
     def get(self, path: Path, size: int = 256) -> bytes | None:
-        """The thumbnail's bytes, its longest side at most `size`; None where there is no image that can be shown."""
+        """Return a thumbnail with sides of at most `size` pixels; None if there is no valid image."""
         assert size in THUMBNAIL_SIZES, size
         try:
             status = os.stat(path)
@@ -57,7 +57,7 @@ class ThumbnailCache:
         data = _read_cached(cached_path)
         if data is not None:
             return data
-        with self._name_locks[int(name, 16) % NUM_NAME_LOCKS]:  # one thread makes it, the others find it made
+        with self._name_locks[int(name, 16) % NUM_NAME_LOCKS]:  # one thread makes it, the others read it
             data = _read_cached(cached_path)
             if data is not None:
                 return data
@@ -68,13 +68,13 @@ class ThumbnailCache:
         return data
 
     def _write_cached(self, cached_path: Path, data: bytes) -> None:
-        """A thumbnail that cannot be cached is still shown. Not durable: it can be made again."""
+        """Write a thumbnail, not durably because it can be made again; errors are only logged."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a run that only its owner reads is here too
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the images may be private to their owner
             cached_path.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(cached_path, data + _checksum(data), "thumbnail", durable=False)
         except OSError as error:
-            log.debug("no thumbnail is kept in %s: %s", self.folder, error)
+            log.debug("cannot cache thumbnails in %s: %s", self.folder, error)
             return
         with self._lock:
             self._num_written += 1
@@ -85,7 +85,7 @@ class ThumbnailCache:
             self.evict_oldest()
 
     def evict_oldest(self) -> None:
-        """Remove the oldest thumbnails while there are too many bytes, and what killed writers left."""
+        """Remove the oldest thumbnails while the cache is too large, and files of killed writers."""
         now = time.time()
         cached: list[tuple[float, int, str]] = []
         for path, status in _list_files(self.folder):
@@ -105,7 +105,7 @@ class ThumbnailCache:
 
 
 def _list_files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Files one folder below; what vanishes meanwhile was removed by another process."""
+    """Yield files of the subfolders; skip those that another process removes meanwhile."""
     try:
         subfolders = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -123,7 +123,7 @@ def _remove(path: str) -> None:
 
 
 def _cache_key(path: Path, status: os.stat_result, size: int) -> str:
-    """What a thumbnail is kept under: another image at the same path has another size or time."""
+    """Cache key of a thumbnail; another image at the same path has another size or time."""
     identity = f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0{size}\0{QUALITY}"
     return hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()
 
@@ -138,17 +138,17 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _checksum(image: bytes) -> bytes:
-    """Stands behind the image in its file: what a power cut halved or a disk changed is made again."""
+    """Checksum stored after the image, so that truncated or damaged thumbnails are rebuilt."""
     return zlib.crc32(image).to_bytes(4, "little")
 
 
 def make_thumbnail(path: Path, size: int) -> bytes | None:
-    """An image's thumbnail, never larger than the image; None for what is damaged, too large, or no image."""
+    """Make a thumbnail, never larger than the image; None if it is damaged or too large."""
     try:
         with Image.open(path, formats=FORMATS) as image:
             if not 0 < image.width * image.height <= MAX_PIXELS:
                 return None
-            image.draft("RGB", (2 * size, 2 * size))  # a JPEG can be decoded at a half, a quarter or an eighth
+            image.draft("RGB", (2 * size, 2 * size))  # a JPEG can be decoded at 1/2, 1/4 or 1/8 of its size
             has_alpha = "A" in image.getbands() or "transparency" in image.info
             thumbnail = image.convert("RGBA" if has_alpha else "RGB")
         thumbnail.thumbnail((size, size), Image.Resampling.LANCZOS, reducing_gap=2.0)

@@ -1,4 +1,4 @@
-"""A training, or one `halation sample`, for the page: samples, metrics, checkpoints."""
+"""A run of train, distill or sample for the page: samples, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from halation.runs.lock import OWNER_FILE
 from halation.runs.run_folder import COMMIT_FILE, EXTERNAL_TRAINER, METRICS_FILE
 
 MAX_ROWS = 4_000
-"""In one answer; so many of the newest are kept as they are."""
+"""Limit of rows in one response; this many of the newest rows are kept without thinning."""
 MAX_OLDER_ROWS = 16_000
 NUM_SPARKLINE_POINTS = 60
 MAX_LOSS_POINTS = 8 * NUM_SPARKLINE_POINTS
 RATE_WINDOW_S = 60.0
 GENERATION_STRIDE = 2**32
-"""A cursor is `generation * GENERATION_STRIDE + number`, so that one into a file that was rewritten is recognised."""
+"""A cursor is `generation * GENERATION_STRIDE + number`, so that cursors into a rewritten file are recognised."""
 NON_METRIC_COLUMNS = ("step", "time_s")
 IMAGE_KEY = re.compile(r"(?:s(\d{1,15})\.(\d{1,6})(\.raw)?|t\.(\d{1,6}))")
 SampleColumn = tuple[str, int, int]
-"""Prompt, seed, and the how manieth of those with both the same."""
+"""Prompt, seed, and a counter for columns with the same prompt and seed."""
 
 
 class DownsampledList(Generic[Thing]):
-    """Items in their order: every one, then every second, every fourth, so that there are at most `max_items`."""
+    """Items in order, thinned by powers of two so that there are at most `max_items`."""
 
     def __init__(self, max_items: int) -> None:
         self.max_items = max_items
@@ -50,7 +50,7 @@ class DownsampledList(Generic[Thing]):
 
 
 class MetricRows:
-    """Metrics by step, read as they are appended; older rows of a long run are thinned, bounding time and memory."""
+    """Metrics by step, read as they are appended; older rows of a long run are thinned."""
 
     def __init__(self, path: Path) -> None:
         self.reader = run_file_reader.JsonlTailReader(path)
@@ -86,9 +86,7 @@ class MetricRows:
         if not is_int64(row.get("step")):
             return
         if "metric" not in row:
-            self._add_row(
-                {sys.intern(name): value for name, value in row.items()}
-            )  # the names of all rows are the same
+            self._add_row({sys.intern(name): value for name, value in row.items()})  # all rows have the same names
         elif is_number(row.get("value")):
             score = {name: row.get(name) for name in ("step", "metric", "value", "std", "better")}
             score["std"] = score["std"] if is_number(score["std"]) else None
@@ -107,16 +105,16 @@ class MetricRows:
             self.loss_points.add(self.last_loss_point)
 
     def _sampled_rows(self) -> list[dict[str, Any]]:
-        """Of the whole run, as far apart everywhere, and the last."""
+        """Rows of the whole run with equal spacing, and the last row."""
         if self.older_rows.stride == 1:
             return [*self.older_rows.items, *self.recent_rows]
         newer = list(self.recent_rows)[:-1]
         return [*self.older_rows.items, *newer[:: self.older_rows.stride], self.recent_rows[-1]]
 
     def rows_after(self, cursor: int) -> dict[str, Any]:
-        """Rows after a place that an earlier answer gave as `next`.
+        """Rows after a cursor, which is the `next` of an earlier response.
 
-        All of them, thinned, for 0, after a rewrite, and for a page that was away so long that these would be too many.
+        Returns all rows, thinned, for cursor 0, after a rewrite, and if there are too many rows since the cursor.
         """
         generation, number = divmod(cursor, GENERATION_STRIDE)
         next_cursor = self.generation * GENERATION_STRIDE + self.num_rows
@@ -146,7 +144,7 @@ class MetricRows:
         return [[step, float(f"{loss:.5g}")] for step, loss in select_evenly(points, NUM_SPARKLINE_POINTS)]
 
     def steps_per_second(self) -> float | None:
-        """Steps in a second, over the last minute of training or the last two rows, whichever is longer."""
+        """Steps per second over the last minute or the last two rows, whichever is longer."""
         newest = itertools.islice(reversed(self.recent_rows), 1000)
         rows = [row for row in newest if is_number(row.get("time_s"))][::-1]
         if len(rows) < 2:
@@ -175,7 +173,7 @@ class TrainingRun(RunEntry):
         self._cached_detail: tuple[int, dict[str, Any]] | None = None
         self._cached_summary: tuple[int, dict[str, Any]] | None = None
 
-    # -- looking
+    # -- reading
 
     def _refresh(self) -> bool:
         size = self._settings().get("image_size")
@@ -199,7 +197,7 @@ class TrainingRun(RunEntry):
         return "train.log" if self.kind != "sample" else "sample.log"
 
     def _read_checkpoints(self) -> bool:
-        """Each COMMIT.json is read once; it never changes under its name."""
+        """List checkpoints; each COMMIT.json is read once because it never changes."""
         found = {}
         for path in (self.folder / "checkpoints").glob("step_*"):
             step = STEP_FOLDER.fullmatch(path.name)
@@ -219,7 +217,7 @@ class TrainingRun(RunEntry):
         newest_samples = [step.time for step in self._samples.steps()[-1:]]
         return max(super()._last_modified(), self._metrics.last_modified, *newest_samples)
 
-    # -- showing
+    # -- responses
 
     def _build_summary(self) -> dict[str, Any]:
         if self._cached_summary is not None and self._cached_summary[0] == self.version:
@@ -243,7 +241,7 @@ class TrainingRun(RunEntry):
         return summary
 
     def _count_progress(self, steps: list[SampleStep]) -> tuple[int, int, int]:
-        """Done, planned and, of the newest samples, failed."""
+        """Return (done, planned, failed samples of the newest step)."""
         cells = [cell for step in steps[-1:] for those in step.cells.values() for cell in those]
         failed = sum(bool(cell.failure_reason) for cell in cells)
         if self.kind == "sample":
@@ -303,7 +301,7 @@ class TrainingRun(RunEntry):
         return {"step": step.step, "epoch": step.epoch, "loss": step.loss, "time": step.time, "cells": cells}
 
     def _assign_columns(self, cells: tuple[SampleCell, ...]) -> dict[SampleColumn, int]:
-        """The columns of these cells, new ones after all that are known."""
+        """Return the columns of these cells; new columns are appended."""
         seen: dict[tuple[str, int], int] = {}
         numbers = {}
         for cell in cells:
@@ -313,7 +311,7 @@ class TrainingRun(RunEntry):
         return numbers
 
     def _build_row(self, step: SampleStep, variant: str) -> list[dict[str, Any] | None]:
-        """One place a column, empty where nothing is drawn."""
+        """One entry per column, None without an image."""
         cells = step.cells.get(variant, ())
         numbers = self._assign_columns(cells).values()
         row: list[dict[str, Any] | None] = [None] * len(self._columns)
@@ -327,7 +325,7 @@ class TrainingRun(RunEntry):
         return row
 
     def _build_teacher_row(self, step: SampleStep) -> list[dict[str, Any] | None] | None:
-        """The teacher's images do not change with the steps, so they have one key a column."""
+        """Row of the teacher's images, which have one key per column for all steps."""
         cells = next(iter(step.cells.values()), ())
         if not any(cell.teacher for cell in cells):
             return None
@@ -370,7 +368,7 @@ class TrainingRun(RunEntry):
 
 
 def run_title(kind: str, settings: Mapping[str, Any]) -> str:
-    """What is trained on what, in a few words."""
+    """Short title of a run: model, data, objective, size."""
 
     def short_name(name: str) -> str:
         path = Path(str(settings.get(name) or ""))

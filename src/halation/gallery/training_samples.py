@@ -1,4 +1,4 @@
-"""The samples of a run by step; a samples.json is read again if it may have changed."""
+"""The samples of a run by step; samples.json files are reread if they may have changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halation.gallery.run_file_reader import FileStamp, as_dict, is_int64, is_nu
 from halation.runs.run_folder import CONFIG_FILE
 
 NUM_POLLED_STEPS = 2
-"""Newest steps that are looked at every time: the names of older ones do not change while a training runs."""
+"""Newest steps that are polled every time; older ones do not change while a training runs."""
 NUM_READER_THREADS = 8
 PARALLEL_READ_ABOVE = 64
 STEP_FOLDER = re.compile(r"step_(\d{1,15})")
@@ -25,7 +25,7 @@ SAMPLE_FILE = re.compile(r"(?:sample_(\d{1,6})|gpu_(\d{1,6})_sample)(_raw)?\.png
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCell:
-    """One image that was asked for; `file` is None where it is not there."""
+    """One requested image; `file` is None if it does not exist."""
 
     prompt: str
     seed: int
@@ -37,7 +37,7 @@ class SampleCell:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStep:
-    """What was drawn at one step, by variant (ema, raw)."""
+    """The samples of one step, by variant (ema, raw)."""
 
     step: int
     epoch: int | None
@@ -50,7 +50,7 @@ class SampleStep:
 
 
 class SampleStepReader:
-    """Steps with samples below a run; before `load_all` only the newest ones, which a list of runs needs."""
+    """Steps with samples of a run; before `load_all` only the newest, for the list of runs."""
 
     def __init__(self, run: Path, kind: str) -> None:
         self.run_folder = run
@@ -63,7 +63,7 @@ class SampleStepReader:
         self._steps: dict[Path, SampleStep] = {}
 
     def refresh(self, reread_all: bool = False) -> bool:
-        """Whether anything is new; `reread_all` looks at every step that is known, because a command began anew."""
+        """Return True if anything changed; `reread_all` rereads every known step, after a restart."""
         stamp = read_stamp(self.folder)
         if stamp != self.stamp or reread_all:
             self._index_files = self._list_index_files()
@@ -75,13 +75,13 @@ class SampleStepReader:
         return self._read_steps(wanted) or bool(gone)
 
     def load_all(self) -> None:
-        """Read what was left out so far."""
+        """Read all steps that were not read so far."""
         if not self.is_loaded:
             self.is_loaded = True
             self._read_steps(index for index in self._index_files if index not in self._steps)
 
     def steps(self) -> list[SampleStep]:
-        """By step; of two drawings at one step the later one."""
+        """Samples by step; if a step was sampled twice, the later ones."""
         return list({step.step: step for step in sorted(self._steps.values(), key=lambda s: (s.step, s.time))}.values())
 
     def _select_files(self) -> list[Path]:
@@ -90,7 +90,7 @@ class SampleStepReader:
         return sorted(incomplete | unread | self._newest_files())
 
     def _newest_files(self) -> set[Path]:
-        """The last ones by step and the last ones by epoch: a run that is asked for samples has both kinds."""
+        """The newest files by step and by epoch: a run with requested samples has both kinds."""
         folders = [index for index in self._index_files if index.name == "samples.json"]
         epochs = [index for index in self._index_files if index.name != "samples.json"]
         return {*folders[-NUM_POLLED_STEPS:], *epochs[-NUM_POLLED_STEPS:]}
@@ -108,11 +108,11 @@ class SampleStepReader:
                         found.append(self.folder / entry.name)
         except OSError:
             return []
-        return sorted(found, key=lambda path: (len(str(path)), str(path)))  # more digits are later steps
+        return sorted(found, key=lambda path: (len(str(path)), str(path)))  # names with more digits are later steps
 
     def _read_steps(self, indices: Iterable[Path]) -> bool:
         indices = list(indices)
-        if len(indices) > PARALLEL_READ_ABOVE:  # on a network's file system each of them is a wait
+        if len(indices) > PARALLEL_READ_ABOVE:  # on a network file system each read has a latency
             with ThreadPoolExecutor(NUM_READER_THREADS) as pool:
                 read = list(pool.map(self._read_step, indices))
         else:
@@ -125,7 +125,7 @@ class SampleStepReader:
         return changed
 
     def _read_step(self, index: Path) -> SampleStep | None:
-        """The step as it is now, the very same object where nothing changed; None before there is anything to show."""
+        """Read a step; return the same object if nothing changed, None if there is no data."""
         known = self._steps.get(index)
         stamp = read_stamp(index)
         folder = read_stamp(index.parent) if known is None or not known.is_complete else None
@@ -165,7 +165,7 @@ class SampleStepReader:
 
 
 def _complete_cells(folder: Path, rows: list[Any], stamp: FileStamp | None) -> dict[str, tuple[SampleCell, ...]]:
-    """Cells of a whole index. samples.json is written after its images, so its own stamp tells their versions."""
+    """Cells of a complete index. It is written after its images; its stamp is their version."""
     cells: dict[str, list[SampleCell]] = {}
     for row in rows:
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not is_int64(row.get("seed")):
@@ -185,7 +185,7 @@ def _complete_cells(folder: Path, rows: list[Any], stamp: FileStamp | None) -> d
 
 
 def _partial_cells(folder: Path, settings: Any) -> dict[str, tuple[SampleCell, ...]]:
-    """Cells of a step that is being drawn: the images that are there already, by the numbers in their names."""
+    """Cells of a step in progress: the existing images, by the numbers in their names."""
     prompts = settings.get("prompts") if isinstance(settings, dict) else None
     seed = settings.get("seed") if isinstance(settings, dict) else None
     if not isinstance(prompts, list) or seed is None or not is_int64(seed):

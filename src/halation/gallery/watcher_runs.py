@@ -1,4 +1,4 @@
-"""A watch for the page: its scored checkpoints and the best one."""
+"""A run of `halation watch` for the page: its scored checkpoints and the best one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FOLDER_ENTRIES = 10_000
 
 
 class WatchRun(RunEntry):
-    """The scores of `halation watch`; a grid of images stands for each step that was scored."""
+    """The scores of `halation watch`, with a grid of images for each scored step."""
 
     kind = "watch"
 
@@ -52,7 +52,7 @@ class WatchRun(RunEntry):
         return max(super()._last_modified(), stamp.mtime if stamp else 0.0)
 
     def _scan_checkpoints(self) -> bool:
-        """See which checkpoints lie where it looks for them, by their names alone; whether that changed."""
+        """List the checkpoints in the watched folders by name; return True if the list changed."""
         watched, settings = self._record["fixed"].get("watched"), self._record["settings"]
         if not isinstance(watched, str) or "\0" in watched:
             return False
@@ -78,7 +78,7 @@ class WatchRun(RunEntry):
         return changed
 
     def _num_planned(self, steps: list[int]) -> int:
-        """What is scored, what failed, and what waits where this has not said that nothing does."""
+        """Number of checkpoints scored, failed and, unless the watch is finished, waiting."""
         failed = {failure.get("step") for failure in self._failed.values() if isinstance(failure, dict)}
         waiting = set() if self._state.status == "finished" else self._available_steps - failed - set(steps)
         return len(steps) + len(self._failed) + len(waiting)
@@ -102,7 +102,7 @@ class WatchRun(RunEntry):
         }
 
     def detail(self) -> dict[str, Any]:
-        """In the form of a training, with one column: the grid of each step."""
+        """Detail in the form of a training, with one column: the grid of each step."""
         with self._lock:
             steps = [
                 {
@@ -126,7 +126,7 @@ class WatchRun(RunEntry):
             }
 
     def _scored_at(self, step: int) -> float:
-        """When a step was scored: its evaluation is what is written last."""
+        """Time at which a step was scored: evaluation.json is written last."""
         stamp = run_file_reader.read_stamp(self.folder / f"step_{step:07d}" / "evaluation.json")
         return stamp.mtime if stamp is not None else self._last_modified()
 
@@ -148,7 +148,7 @@ class WatchRun(RunEntry):
         return {"reset": False, "next": after, "rows": []}
 
     def log(self, num_lines: int) -> list[str]:
-        """The newest step's own words, or what it said while it looked at the reference."""
+        """The log of the newest step, or of the check of the reference before the first step."""
         with self._lock:
             steps = self._scored_steps()
         newest = self.folder / f"step_{steps[-1]:07d}" / "evaluate.log" if steps else self.folder / "check.log"

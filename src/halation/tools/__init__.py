@@ -1,1 +1,1 @@
-"""Commands beside the main jobs: `halation ctl`, `demo` and `doctor`."""
+"""Auxiliary commands: `halation ctl`, `demo` and `doctor`."""

@@ -20,21 +20,22 @@ Action = Literal["sample", "save", "stop"]
 class CtlConfig:
     """Ask a running training to sample, save or stop at its next step.
 
-    It needs no signal, and works from any machine that sees the folder of the run.
+    This needs no signal, and works on any machine that can access the run folder.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
     )
-    """Folder of the run."""
+    """Run folder."""
     action: Annotated[Action, tyro.conf.Positional] = dataclasses.field(metadata={"change": "free"})
-    """sample: draw the prompts now; save: a checkpoint now; stop: save and end, the same command goes on later."""
+    """sample: sample the prompts now; save: write a checkpoint now; stop: save and exit (the training's command
+    resumes later)."""
     wait_s: float = free_setting(30.0, low=0)
-    """Seconds to wait for the run to take it; 0 does not wait."""
+    """Seconds to wait until the run accepts the request; 0 does not wait."""
 
     @staticmethod
     def check_words(words: Sequence[str]) -> None:
-        """Refuse the two words in the wrong order, which would be told of as an action that is none."""
+        """Raise if both arguments are in the wrong order, with a better message than the parser's."""
         if len(words) < 2 or words[0] not in get_args(Action):
             return
         action, run = words[:2]
@@ -44,34 +45,37 @@ class CtlConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a small model, draw with an embedded one through a kill, score the images, write the page.
+    """Train a small model, generate images with a bundled one, score them, export a page.
 
-    The training has samples from every rank. Needs no network, no GPU and no account. The same command goes on where
-    the last one was stopped.
+    All ranks sample during training. The generation is killed and resumed to show that no image is lost. Needs no
+    network, no GPU and no account. The same command resumes a stopped demo.
     """
 
     output_dir: Path = Path("demo_run")
-    """Folder for all that is made."""
+    """Folder for all results."""
     n_steps: int = 600
-    """Training steps; more make better samples."""
+    """Training steps; more steps give better samples."""
     nproc: int = 0
-    """Ranks to train and sample on; 0 is all GPUs, or two ranks without a GPU."""
+    """Ranks for training and sampling; 0 is all GPUs, or two ranks without a GPU."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = "auto"
     """auto shows a bar on a terminal and a line every 30 s elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Show devices, versions, backends, free memory and disk, what each extra lacks, and whether ranks can talk."""
+    """Show devices, versions, backends, memory, disk, missing extras; test communication.
+
+    The communication test runs an all-reduce on several ranks.
+    """
 
     nproc: int | None = setting(None, low=1)
-    """Ranks of the communication check; all GPUs by default, two on a machine without any."""
+    """Ranks of the communication test; by default one per GPU, or two without a GPU."""
 
     json: bool = False
     """Print one JSON object instead of a table."""
 
     output_dir: Path = Path(".")
-    """The folder whose disk is looked at: where runs will be written."""
+    """Folder whose disk is checked: where runs will be written."""
 
     timeout_s: float = 10.0
-    """How long a rank of the communication check may wait for the others."""
+    """Seconds that a rank of the communication test may wait for the others."""

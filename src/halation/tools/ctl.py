@@ -12,7 +12,10 @@ POLL_S = 0.1
 
 
 def run(config: CtlConfig) -> int:
-    """Exit code 0 when the run has taken it (or --wait_s is 0), 1 when it has not; what was not taken is withdrawn."""
+    """Send a request and wait for the run to accept it.
+
+    Returns 0 if it is accepted (or --wait_s is 0), else 1. A request that is not accepted is withdrawn.
+    """
     check_settings(config)
     deadline = time.monotonic() + config.wait_s
     while control_requests.is_starting(config.run) and time.monotonic() < deadline:
@@ -30,27 +33,27 @@ def run(config: CtlConfig) -> int:
             response = control_requests.read_response(request)
     except KeyboardInterrupt:
         is_cancelled = control_requests.cancel_request(request)
-        print("withdrawn" if is_cancelled else f"too late to withdraw: {config.run} has taken it")
+        print("withdrawn" if is_cancelled else f"too late to withdraw: {config.run} has accepted it")
         return 130
     if response is None:
         is_cancelled = control_requests.cancel_request(request)
         is_running = control_requests.is_owner_running(request)
-        response = None if is_running else control_requests.read_response(request)  # it may have come since
+        response = None if is_running else control_requests.read_response(request)  # it may have arrived meanwhile
     if response is not None:
         print(
             f"not done at step {response.step}: {response.refused}"
             if response.refused
-            else f"taken at step {response.step}"
+            else f"accepted at step {response.step}"
         )
         return 1 if response.refused else 0
     if not is_running:
-        print(f"{config.run} ended before it took that")
+        print(f"{config.run} ended before it accepted the request")
         return 1
     if is_cancelled:
         print(
-            f"not taken within {config.wait_s:g} s, withdrawn; "
-            "a run that compiles, samples or starts takes requests after that (--wait_s)"
+            f"not accepted within {config.wait_s:g} s, withdrawn; "
+            "a run that is starting, compiling or sampling accepts requests afterwards (--wait_s)"
         )
         return 1
-    print(f"{config.run} is taking it; the step is not over yet")
+    print(f"{config.run} has the request; its step is not finished yet")
     return 0

@@ -1,4 +1,4 @@
-"""`halation demo`: train, generate through a kill, evaluate and export a page, in minutes."""
+"""`halation demo`: train, generate (killed and resumed), evaluate, export; in minutes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ WARMUP_STEPS = 40
 LINE_LENGTH = 100
 MAX_ROWS = 8
 KILL_AFTER_NUM_IMAGES = 8
-"""Images in the ledger when the kill comes: a quarter, so that even a fast machine has most of them to go."""
+"""Images in the ledger at the time of the kill: a quarter, so that even a fast machine still has most of them to do."""
 
 
 def run(config: DemoConfig) -> int:
-    """Run the four steps; a command that fails, or an image that differs, is an error."""
+    """Run the four steps; raise if a command fails or an image differs."""
     if config.n_steps < MAX_ROWS:
         raise InputError(f"--n_steps {config.n_steps}", f"at least {MAX_ROWS} steps", "leave it out for the default")
     demo = Demo(config=config)
@@ -52,9 +52,9 @@ def run(config: DemoConfig) -> int:
     runs.make_folder(config.output_dir)
     steps = {
         "Train a small model, with samples from every rank": demo.train,
-        "Generate through a kill": demo.generate,
+        "Generate images, with a kill in between": demo.generate,
         "Evaluate the images": demo.evaluate,
-        "Look at all of it": demo.export_page,
+        "Look at the results": demo.export_page,
     }
     with StopSignals(exit_on_second=False) as demo.signals:
         for number, (title, step) in enumerate(steps.items(), start=1):
@@ -70,7 +70,7 @@ def run(config: DemoConfig) -> int:
 
 @dataclass(kw_only=True)
 class Demo:
-    """One demo: where its files are, the commands it runs, and what it prints between them."""
+    """One demo: its files, the commands it runs, and the texts it prints between them."""
 
     config: DemoConfig
     signals: StopSignals = field(default_factory=StopSignals)
@@ -84,7 +84,7 @@ class Demo:
         self.prompts = folder / "prompts.csv"
         self.images = folder / "pictures"
         self.uninterrupted = folder / "uninterrupted"
-        self.scores = self.images / "scores.json"  # where the gallery looks for it
+        self.scores = self.images / "scores.json"  # the gallery finds it there
         self.page = folder / "gallery.html"
         self.decay_steps = max(1, self.config.n_steps - WARMUP_STEPS)
         self.num_ranks = self.config.nproc or launcher.num_gpus() or 2
@@ -93,7 +93,7 @@ class Demo:
     # -- the commands
 
     def train_command(self) -> list[str]:
-        """A training that shows something within two minutes on two cores."""
+        """A training with visible results within two minutes on two cores."""
         n_steps = self.config.n_steps
         flags = (
             f"--image_size 32 32 --model tiny --patch_size 4 --num_register_tokens 2 --n_steps {n_steps} "
@@ -105,7 +105,10 @@ class Demo:
         return ["train", "--output_dir", str(self.training), *flags.split()]
 
     def generate_command(self, folder: Path, num_workers: int) -> list[str]:
-        """One image a batch, so that a kill finds images left; plain lines, since a killed bar leaves no cursor."""
+        """A generation with one image per batch, so that images are left to do after the kill.
+
+        Progress is printed as plain lines, because a killed progress bar leaves the cursor hidden.
+        """
         progress = "plain" if self.config.progress in ("auto", "rich") else self.config.progress
         flags = f"--model_path {MODEL} --batch_size 1 --nproc {num_workers} --progress {progress}"
         return ["generate", "--prompts_csv", str(self.prompts), "--output_dir", str(folder), *flags.split()]
@@ -124,7 +127,7 @@ class Demo:
         print(f"\n{format_command(words)}\n", flush=True)
         code, killed = run_command(words, self.signals, kill_when)
         if code and not killed:
-            failure = HalationError(f"`halation {words[0]}` {describe_exit(code)}; its messages are above")
+            failure = HalationError(f"`halation {words[0]}` {describe_exit(code)}; see its messages above")
             failure.exit_code = max(code, 1)
             raise failure
         print()
@@ -133,7 +136,7 @@ class Demo:
     # -- the steps
 
     def check_same_steps(self) -> None:
-        """Refuse another number of steps here: the training would refuse it in words about other settings."""
+        """Raise if the number of steps changed; the training's error would name other settings."""
         training = RunFolder(self.training)
         if not (training.config.exists() and training.has_checkpoints()):
             return
@@ -141,19 +144,19 @@ class Demo:
         if record["fixed"].get("decay_steps", self.decay_steps) != self.decay_steps:
             n_steps = record.get("settings", {}).get("n_steps")
             raise InputError(
-                f"--n_steps {self.config.n_steps}, but {self.config.output_dir} was begun with --n_steps {n_steps}",
-                "the same number: the learning rate falls over all of the steps",
-                f"give --n_steps {n_steps} to go on, or another --output_dir to begin anew",
+                f"--n_steps {self.config.n_steps}, but {self.config.output_dir} was started with --n_steps {n_steps}",
+                "the same number: the learning rate decays over all steps",
+                f"give --n_steps {n_steps} to resume, or another --output_dir to start over",
             )
 
     def train(self) -> None:
         print_paragraph(
             f"A small diffusion transformer learns the embedded street scenes on {_pluralize(self.num_ranks, 'rank')}. "
-            "At each checkpoint every rank draws its share of the samples."
+            "At each checkpoint every rank produces its share of the samples."
         )
         self.print_and_run(self.train_command())
         draw_progress(RunFolder(self.training), self.progress, f"{self.config.n_steps} steps on {self.num_ranks} ranks")
-        print(f"Its progress in one image: {self.progress}", flush=True)
+        print(f"The progress of the training in one image: {self.progress}", flush=True)
 
     def generate(self) -> None:
         if not self.prompts.exists():
@@ -162,25 +165,25 @@ class Demo:
         num_before = num_images_done(self.images)
         if num_before:
             print_paragraph(
-                f"{num_before} of {NUM_IMAGES} images are there from an earlier call. The same command goes on:"
+                f"{num_before} of {NUM_IMAGES} images are there from an earlier call. The same command resumes:"
             )
         else:
             print_paragraph(
-                f"{MODEL}, a model that comes with Halation, draws the {NUM_IMAGES} captions of {self.prompts} on "
-                f"{_pluralize(self.num_workers, 'worker')}. This command is killed in the middle, on purpose (SIGKILL, "
-                "and its workers with it)."
+                f"{MODEL}, a model that comes with Halation, generates images for the {NUM_IMAGES} captions of "
+                f"{self.prompts} on {_pluralize(self.num_workers, 'worker')}. The demo kills this command and its "
+                "workers in the middle (SIGKILL)."
             )
             killed = self.print_and_run(command, lambda: num_images_done(self.images) >= KILL_AFTER_NUM_IMAGES)
             num_before = num_images_done(self.images)
             print_paragraph(
-                f"Killed after {num_before} of {NUM_IMAGES} images. The same command goes on:"
+                f"Killed after {num_before} of {NUM_IMAGES} images. The same command resumes:"
                 if killed
-                else f"All {num_before} images were there before the kill came. The same command has nothing to draw:"
+                else f"All {num_before} images were done before the kill. The same command has nothing left to do:"
             )
         self.print_and_run(command)
         print_paragraph(
-            f"{num_before} images were kept, {NUM_IMAGES - num_before} drawn after that. For comparison, the same "
-            "without a kill, and by one worker:"
+            f"{num_before} images were kept, {NUM_IMAGES - num_before} were generated after the kill. For comparison, "
+            "the same images without a kill, on one worker:"
         )
         self.print_and_run(self.generate_command(self.uninterrupted, 1))
         self.num_equal, different = compare_outputs(self.images, self.uninterrupted)
@@ -193,42 +196,40 @@ class Demo:
 
     def evaluate(self) -> None:
         print_paragraph(
-            f"FD-streets, KID-streets and prompt agreement of these images, against {NUM_REFERENCE} scenes that no "
-            "model was trained on."
+            f"FD-streets, KID-streets and prompt agreement of these images, against {NUM_REFERENCE} validation scenes "
+            "that no model was trained on."
         )
         self.print_and_run(self.evaluate_command())
         card = resolve_model_path(MODEL) / "README.md"
         card = card.relative_to(Path.cwd()) if card.is_relative_to(Path.cwd()) else card
         print_paragraph(
-            f"{NUM_IMAGES} images are far too few for FD and KID: these two show how it is done, not how good the "
-            "model is. Prompt agreement, the part of what a caption says that its image shows, bears it better. All "
-            f"three of 5,000 images are in the model's card: {card}"
+            f"{NUM_IMAGES} images are far too few for FD and KID: these two only show how to compute them, not how "
+            "good the model is. Prompt agreement, the share of a caption's details that its image shows, needs fewer "
+            f"images. The model card has all three scores on 5,000 images: {card}"
         )
 
     def export_page(self) -> None:
-        print_paragraph(
-            "The training, the images and the scores in one file, which opens from the disk without a server."
-        )
+        print_paragraph("The training, the images and the scores in one file that opens from disk without a server.")
         self.print_and_run(self.export_command())
 
     def print_summary(self) -> None:
-        equal = f"{self.num_equal} of {NUM_IMAGES} equal those drawn without one, byte by byte"
+        equal = f"{self.num_equal} of {NUM_IMAGES} are bit-identical to those without a kill"
         has_web = all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn"))
         spent = ", ".join(f"{title} {seconds:.0f} s" for title, seconds in self.step_times.items())
         rows = [
             ("training", self.training, "the run: checkpoints, samples of every rank, losses"),
-            ("progress", self.progress, "its samples step by step: rows are steps, columns are prompts"),
-            ("pictures", self.images, f"drawn by {MODEL} through a kill; {equal}"),
-            ("scores", self.scores, "the numbers, with all that they were computed from"),
+            ("progress", self.progress, "its samples by step: rows are steps, columns are prompts"),
+            ("pictures", self.images, f"generated by {MODEL}, killed and resumed; {equal}"),
+            ("scores", self.scores, "the scores, with their provenance"),
             ("page", self.page, "both runs and the scores in one file: open it in a browser"),
         ]
         print("Done\n====\n")
         for name, path, text in rows:
             print(f"{name:<10}{path.resolve()}\n{'':10}{text}")
         print(f"{'live':<10}{format_command(['gallery', str(self.config.output_dir)])}")
-        print(f"{'':10}the same page while runs go on" + ("" if has_web else ", after pip install 'halation[web]'"))
+        print(f"{'':10}the same page, live during runs" + ("" if has_web else ", after pip install 'halation[web]'"))
         print(f"{'time':<10}{spent}; together {sum(self.step_times.values()):.0f} s")
-        again = f"the same command does only what is missing; without {self.config.output_dir} it begins anew"
+        again = f"the same command does only what is missing; remove {self.config.output_dir} to start over"
         print(f"{'again':<10}{again}", flush=True)
 
 
@@ -237,14 +238,14 @@ class Demo:
 
 def raise_if_stopped(signals: StopSignals) -> None:
     if signals.number:
-        raise Interrupted("stopped, and nothing is left running; the same command goes on", exit_code(signals.number))
+        raise Interrupted("stopped, nothing is left running; run the same command to resume", exit_code(signals.number))
 
 
 def run_command(words: Sequence[str], signals: StopSignals, kill_when: Callable[[], bool]) -> tuple[int, bool]:
-    """Run `halation WORDS...`, or SIGKILL it once `kill_when` is true: its exit code, and whether it was killed.
+    """Run `halation WORDS...`; SIGKILL it once `kill_when` is true. Returns (code, killed).
 
-    A signal to this process is passed on, and raised as Interrupted when the command has ended: it saves what it can
-    before that. Ranks and workers are tied to the command by the kernel, so a kill ends them too.
+    A signal to this process is forwarded, and raised as Interrupted when the command has saved its work and exited.
+    Ranks and workers are tied to the command by the kernel, so a kill ends them too.
     """
     raise_if_stopped(signals)
     process = start_command(words)
@@ -254,7 +255,7 @@ def run_command(words: Sequence[str], signals: StopSignals, kill_when: Callable[
 
 
 def num_images_done(folder: Path) -> int:
-    """Images that the ledger of a generation calls done, read while it is being written."""
+    """Number of images that are done in a generation's ledger, which may be in use."""
     try:
         with SqliteLedgerReader(folder / LEDGER_FILE).connect() as connection:
             return count_rows(connection)["done"]
@@ -266,7 +267,7 @@ def num_images_done(folder: Path) -> int:
 
 
 def write_prompts(path: Path) -> None:
-    """The prompts of every training's samples, then captions of scenes that no model was trained on."""
+    """Write the default sample prompts, then captions of validation scenes."""
     scenes = Streets(MODEL_SIZE, MODEL_SIZE)
     captions = [*DRIVING_PROMPTS, *(scenes.validation(k).caption for k in range(NUM_IMAGES - len(DRIVING_PROMPTS)))]
     text = io.StringIO()
@@ -277,18 +278,18 @@ def write_prompts(path: Path) -> None:
 
 
 def compare_outputs(one: Path, other: Path) -> tuple[int, list[str]]:
-    """How many images of two generations have the same bytes, and which files differ or are in one of them alone."""
+    """Return the number of bit-identical images, and the files that differ or are missing."""
     names = [*sorted({path.name for folder in (one, other) for path in folder.glob("*.png")}), METADATA_FILE]
     contents = [[path.read_bytes() if path.exists() else None for path in (one / name, other / name)] for name in names]
     different = [name for name, (first, second) in zip(names, contents, strict=True) if first != second]
     num_equal = len(names) - 1 - sum(name != METADATA_FILE for name in different)
     if num_equal != NUM_IMAGES and not different:
-        different = [f"their number ({num_equal} images, {NUM_IMAGES} were asked for)"]
+        different = [f"their number ({num_equal} images, expected {NUM_IMAGES})"]
     return num_equal, different
 
 
 def draw_progress(run: RunFolder, path: Path, title: str) -> None:
-    """Rows are steps, columns are prompts, the loss below."""
+    """Write a figure: rows are steps, columns are prompts, with the loss below."""
     folders = sorted(run.samples.glob("step_*"))
     if len(folders) > MAX_ROWS:
         folders = [folders[round(i * (len(folders) - 1) / (MAX_ROWS - 1))] for i in range(MAX_ROWS)]
@@ -302,7 +303,7 @@ def draw_progress(run: RunFolder, path: Path, title: str) -> None:
 
 
 def format_command(words: Sequence[str]) -> str:
-    """A command as it is typed, over several lines where it is long; a flag stays with its values."""
+    """Format a command for a shell, on several lines if long; flags stay with their values."""
     groups = [program_name()]
     for word in words:
         if word.startswith("--"):
@@ -319,7 +320,7 @@ def format_command(words: Sequence[str]) -> str:
 
 
 def program_name() -> str:
-    """How to call this program again: by its name only where a shell would find it."""
+    """How to call this program: by its name if a shell would find it, else by its path."""
     beside = Path(sys.executable).with_name("halation")
     if shutil.which("halation") or not beside.exists():
         return "halation"

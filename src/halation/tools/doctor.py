@@ -1,4 +1,4 @@
-"""`halation doctor`: what is installed, what is missing, whether ranks can communicate."""
+"""`halation doctor`: report what is installed or missing; test whether ranks communicate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTRAS = {
     "web": ("starlette>=0.49", "uvicorn>=0.35"),
     "deepspeed": ("deepspeed>=0.19",),
 }
-# Only these are shown with their values; of the others that matter the name alone, for a value may be a secret.
+# Only these are shown with their values; of other relevant variables only the name, because a value may be a secret.
 SHOWN_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE", "NCCL_DEBUG", "NCCL_IB_DISABLE"),
     *("NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "RANK", "WANDB_MODE"),
@@ -51,17 +51,17 @@ NUM_REPEATS = 5
 
 
 def run(config: DoctorConfig) -> int:
-    """Look at everything, print it, and return 0, or 1 where ranks cannot communicate."""
+    """Collect and print the report; return 0, or 1 if ranks cannot communicate."""
     check_settings(config)
     try:
         devices = _devices()
     except ImportError as error:
-        action = "make a fresh environment: `make test` in a clone, or `pip install halation`"
+        action = "create a new environment: `make test` in a clone, or `pip install halation`"
         raise InputError(f"torch cannot be imported: {error}", "a working torch", action) from error
     num_gpus = len(devices["gpus"])
     if num_gpus and config.nproc is not None and config.nproc > num_gpus:
         found = f"--nproc {config.nproc} on a machine with {num_gpus} usable GPUs"
-        raise InputError(found, "one GPU a rank", f"use --nproc {num_gpus} or less")
+        raise InputError(found, "one GPU per rank", f"use --nproc {num_gpus} or less")
     report: dict[str, Any] = {
         "halation": {"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
         "torch": _torch(),
@@ -84,7 +84,7 @@ def run(config: DoctorConfig) -> int:
     return 0 if report["communication"]["state"] == "ok" else 1
 
 
-# --- What is there ------------------------------------------------------------------------------------------
+# --- Collecting ---------------------------------------------------------------------------------------------
 
 
 def _torch() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    """The GPUs that torch can use, and a hint where the driver has more of them."""
+    """The GPUs that torch can use, and a hint if the driver has more of them."""
     import torch
 
     gpus = []
@@ -116,7 +116,7 @@ def _devices() -> dict[str, Any]:
         pynvml.nvmlShutdown()
     except Exception:  # noqa: BLE001 - no library or no driver: nothing to compare with
         pass
-    hint = f"the driver knows {num_seen} GPUs, torch can use {len(gpus)}: see CUDA_VISIBLE_DEVICES and torch's build"
+    hint = f"the driver has {num_seen} GPUs, torch can use {len(gpus)}: check CUDA_VISIBLE_DEVICES and torch's build"
     return {"gpus": gpus, "driver": driver, "hint": hint if num_seen > len(gpus) else None}
 
 
@@ -144,7 +144,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _backends(device: str) -> dict[str, Any]:
-    """Backends of ranks, and the kinds of attention that run here, each tried on a small tensor."""
+    """Communication backends, and attention kernels, each tested on a small tensor."""
     import torch
     import torch.distributed as dist
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -153,7 +153,7 @@ def _backends(device: str) -> dict[str, Any]:
     query = torch.ones(1, 2, 16, 64, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     for kind in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a kernel that cannot run explains itself in several warnings
+            warnings.simplefilter("ignore")  # a kernel that cannot run emits several warnings
             try:
                 with sdpa_kernel(getattr(SDPBackend, kind)):
                     torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -168,14 +168,14 @@ def _compiler_info(on_gpu: bool) -> dict[str, Any]:
     compiler = next((path for path in map(shutil.which, filter(None, names)) if path), None)
     missing = [] if compiler else ["a C++ compiler (Debian and Ubuntu: apt install g++)"]
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        missing.append("the headers of Python (Debian and Ubuntu: apt install python3-dev)")
+        missing.append("the Python headers (Debian and Ubuntu: apt install python3-dev)")
     if on_gpu and importlib.util.find_spec("triton") is None:
         missing.append("triton (comes with the CUDA build of torch)")
     return {"available": not missing, "compiler": compiler, "missing": missing}
 
 
 def _requirements() -> list[str]:
-    """What the package itself depends on."""
+    """Dependencies of the package, without extras."""
     try:
         return [entry for entry in importlib.metadata.requires("halation") or [] if "extra ==" not in entry]
     except importlib.metadata.PackageNotFoundError:  # run from its source folder
@@ -183,7 +183,7 @@ def _requirements() -> list[str]:
 
 
 def _versions(requirements: Sequence[str]) -> dict[str, str | None]:
-    """The installed version of each required package by name."""
+    """Installed version of each required package, by name; None if it is missing."""
     versions: dict[str, str | None] = {}
     for entry in requirements:
         name = re.split(r"[^\w.-]", entry, maxsplit=1)[0]
@@ -206,11 +206,14 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables[name] if name in SHOWN_VARIABLES else "(set)" for name in matters}
 
 
-# --- Can ranks communicate ----------------------------------------------------------------------------------
+# --- Communication test -------------------------------------------------------------------------------------
 
 
 def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict[str, Any]:
-    """All-reduce on `world_size` processes; state `ok` with the bandwidth, or `failed` with each rank's error."""
+    """All-reduce on `world_size` processes.
+
+    Returns state `ok` with the bandwidth, or `failed` with the error of each failed rank.
+    """
     result: dict[str, Any] = {"ranks": world_size, "backend": backend}
     with scratch_folder("halation_doctor_") as folder:
         devices = [f"cuda:{rank}" if backend == "nccl" else "cpu" for rank in range(world_size)]
@@ -227,8 +230,11 @@ def probe_communication(world_size: int, backend: str, timeout_s: float) -> dict
 
 
 def _wait_for_ranks(folder: Path, ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Until all have ended, or one has failed and the others had a second to report too, or time is up."""
-    # Importing torch takes as long as it takes; the short limit begins when all ranks are there.
+    """Wait until all ranks have ended, one has failed, or a timeout.
+
+    After a failure, the other ranks have one second to report theirs.
+    """
+    # The time to import torch is unknown; the short limit starts when all ranks have started.
     deadline = time.monotonic() + START_TIMEOUT_S
     all_started = failed = False
     while time.monotonic() < deadline:
@@ -255,9 +261,9 @@ def _rank_error(folder: Path, rank: int, code: int | None) -> str:
 
 
 def run_rank(config: DoctorConfig) -> None:
-    """One rank: join, all-reduce, check the sum, measure, write the figures.
+    """One rank: join the group, all-reduce, check the sum, measure, write the figures.
 
-    A process of its own, so that a rank that hangs or dies inside a library cannot take the doctor with it.
+    It is a separate process, so that a rank that hangs or crashes inside a library does not affect the doctor.
     """
     import torch
     import torch.distributed as dist
@@ -270,8 +276,8 @@ def run_rank(config: DoctorConfig) -> None:
         torch.cuda.set_device(device)
     phase_file = folder / f"phase_{rank}"
     phase_file.write_text("joining the group")
-    # The timeout of a group is for communication: on a busy machine one rank imports torch seconds before another.
-    # The parent ends this process if one never comes.
+    # The timeout of the group is for communication only: on a busy machine ranks finish importing torch seconds apart.
+    # The parent ends this process if a rank never starts.
     while not all((folder / f"phase_{other}").exists() for other in range(world_size)):
         time.sleep(0.02)
     store = dist.FileStore(str(folder / "store"), world_size)
@@ -296,13 +302,13 @@ def run_rank(config: DoctorConfig) -> None:
     dist.destroy_process_group()
     num_bytes = num_values * values.element_size()
     median_s = sorted(seconds)[NUM_REPEATS // 2]
-    # Each byte crosses a link 2 (n - 1) / n times in a ring: the figure that compares with the link's own.
+    # Each byte crosses a link 2 (n - 1) / n times in a ring: comparable with the bandwidth of the link.
     bus_gb_per_s = num_bytes * 2 * (world_size - 1) / world_size / median_s / 1e9
     figures = {"megabytes": num_bytes / 1e6, "median_s": median_s, "bus_gb_per_s": bus_gb_per_s}
     (folder / f"figures_{rank}.json").write_text(json.dumps(figures))
 
 
-# --- Showing it ---------------------------------------------------------------------------------------------
+# --- Printing -----------------------------------------------------------------------------------------------
 
 
 def _report_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -1,1 +1,1 @@
-"""`halation train`: the loop, its parts, and what happens at a checkpoint."""
+"""`halation train`: the training loop, its components, and the tasks at a checkpoint."""

@@ -1,4 +1,4 @@
-"""Builds the parts of a training run from its config: data, model, engine, settings."""
+"""Build the components of a training run from its config: data, model, engine, settings."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace) -> None:
-    """Record what computes and what encodes; a resumed run on another GPU or autoencoder is not the run it was."""
+    """Record GPU and autoencoder, so that a resumed run with another one is rejected."""
     devices = world.all_gather_object(describe_device(str(world.device)))
     if len(set(devices)) > 1:
-        log.warning("a mixed world: %s; images round differently on different devices", ", ".join(sorted(set(devices))))
+        log.warning("the ranks use different devices (%s), which round differently", ", ".join(sorted(set(devices))))
 
     def record(_heartbeat: Callable[[], None]) -> None:
         runs.record_facts(run, {"computes on": devices[0], "space": space.fingerprint()}, config.accept_changes)
@@ -51,8 +51,10 @@ def record_device_and_space(world: World, config: TrainConfig, run: runs.RunFold
 def open_source(
     world: World, config: TrainConfig, run: runs.RunFolder, space: ImageSpace, bucket_multiple: int = 0
 ) -> ImageDataset:
-    """The images, looked at once by rank 0 for all, and cached where asked; in buckets where their sides have a
-    multiple."""
+    """Open the data, check it once on rank 0, and cache it as configured.
+
+    Images are sorted into buckets if `bucket_multiple` is not 0.
+    """
     height, width = config.image_size
     encodes = bool(config.vae or config.model_path)
     cache = Path(config.cache_dir) if config.cache_dir else run.folder / "cache"
@@ -86,7 +88,7 @@ def open_source(
 
     run_on_rank_zero(world, "reading the data", check_data, config.dist_timeout_s)
     source = open_data()
-    check_dataset(source, cache, quiet=True)  # remembered by now, and told
+    check_dataset(source, cache, quiet=True)  # cached and logged by now
     if bucket_multiple and world.is_rank_zero:
         for line in describe_buckets(source, bucket_multiple):
             log.warning("%s", line)
@@ -96,14 +98,14 @@ def open_source(
 def _build_cache(
     world: World, config: TrainConfig, source: ImageDataset, space: ImageSpace, kind: str, folder: Path
 ) -> ImageDataset:
-    """Encode once, on all ranks, into memory-mapped shards."""
+    """Encode the data once on all ranks into memory-mapped shards."""
     fingerprint: dict[str, Any] = {
         "source": source.fingerprint,
         "kind": kind,
         "space": space.fingerprint() if kind == "latents" else "pixels",
     }
 
-    # Exact latents where training is exact; where it computes in half precision they would only take room.
+    # float32 latents only if training computes in float32; in half precision they would only take more space.
     exact = bool(config.model_path) and config.dtype == "fp32"
     dtype = torch.float32 if exact else torch.float16
     if exact:
@@ -115,7 +117,7 @@ def _build_cache(
             encoded: np.ndarray = space.encode(batch).to(dtype).cpu().numpy()
         if not np.isfinite(encoded).all():
             raise InputError(
-                "the autoencoder made latents that are not finite", "finite ones", "check the model's files"
+                "the autoencoder returned latents that are not finite", "finite latents", "check the model's files"
             )
         return encoded
 
@@ -135,7 +137,7 @@ def _build_cache(
                 encode if kind == "latents" else None,
                 fingerprint=fingerprint,
                 rank_and_size=(world.rank, world.size),
-                # By the size of the images alone, so that a latent depends on nothing else.
+                # Depends on the image size only, so that no other setting changes a latent.
                 encode_size=max(1, min(chunk_size, chunk_size * 256**2 // (source.height * source.width))),
                 num_workers=config.num_workers,
                 on_progress=update_progress,
@@ -155,7 +157,7 @@ def _build_cache(
 
 
 def new_denoiser(config: TrainConfig, source: ImageDataset, space: ImageSpace) -> DiTDenoiser:
-    """A model of a named size, or the one in a folder, if it fits the data."""
+    """Create a model of a named size, or load the one in a folder if it matches the data."""
     if config.model not in SIZES:
         folder = resolve_model_path(config.model)
         if not folder.is_dir():
@@ -169,7 +171,7 @@ def new_denoiser(config: TrainConfig, source: ImageDataset, space: ImageSpace) -
             raise InputError(
                 f"--model {config.model} is a run that fine-tuned a pipeline",
                 "a DiT of Halation",
-                "train on from its export: --model_path RUN/export",
+                "continue from its export: --model_path RUN/export",
             )
         return _check_model_matches(denoiser, config, source, space)
     height, width = config.image_size
@@ -191,29 +193,32 @@ def _check_model_matches(
 ) -> DiTDenoiser:
     if denoiser.class_names and denoiser.class_names != source.class_names:
         raise InputError(
-            f"--model {config.model} knows {len(denoiser.class_names)} classes, "
+            f"--model {config.model} has {len(denoiser.class_names)} classes, "
             f"--data {config.data} has {len(source.class_names)} others",
-            "a data set with the classes the model was trained on",
-            "choose other data, or a model that reads text",
+            "a data set with the classes that the model was trained on",
+            "choose other data, or a model with text prompts",
         )
     for name, asked in (("num_register_tokens", config.num_register_tokens), ("patch_size", config.patch_size)):
         if asked and asked != getattr(denoiser.config, name):
             raise InputError(
                 f"--{name} {asked} with --model {config.model}",
-                f"{getattr(denoiser.config, name)}, which that model was made with",
+                f"{getattr(denoiser.config, name)}, the value of that model",
                 f"leave --{name} out",
             )
     if denoiser.space.fingerprint() != space.fingerprint():
         raise InputError(
             f"--model {config.model} works in another space than --vae {config.vae or '(none: pixels)'}",
             "the autoencoder the model was trained with",
-            "give the same --vae, or none for a model of pixels",
+            "give the same --vae, or none for a model trained on pixels",
         )
     return denoiser
 
 
 def resolve_global_batch(world: World, config: TrainConfig, run: runs.RunFolder) -> int:
-    """Images a step, decided when the run began: other ranks share them out anew, so the loss goes on as it was."""
+    """Return the global batch size, which is recorded when the run is created.
+
+    If the number of ranks changes, the same images are divided among them, so that the loss does not change.
+    """
 
     def read_or_record(_heartbeat: Callable[[], None]) -> int:
         known = runs.read_record(run)["fixed"].get("global batch")
@@ -226,7 +231,7 @@ def resolve_global_batch(world: World, config: TrainConfig, run: runs.RunFolder)
 
 
 def engine_settings(world: World, config: TrainConfig, global_batch: int) -> EngineSettings:
-    """What an engine wants to know besides the module."""
+    """Collect the settings that an engine needs besides the module."""
     number, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     return EngineSettings(
         offload_optimizer=config.offload_optimizer,
@@ -247,7 +252,7 @@ def build_engine(
     units: Sequence[nn.Module],
     settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
 ) -> Engine:
-    """The engine of this name over this module; `auto` is ddp for several ranks and single for one."""
+    """Build the engine of this name; `auto` is ddp for several ranks and single for one."""
     check_engine_settings(name, world, settings)
     name = _resolve_name(name, world)
     if name == "single":
@@ -271,29 +276,29 @@ def _resolve_name(name: str, world: World) -> str:
 
 
 def check_engine_settings(name: str, world: World, settings: EngineSettings) -> None:
-    """Refuse what does not go together, before data and model cost anything."""
+    """Raise for settings that conflict, before data and model are loaded."""
     name = _resolve_name(name, world)
     if name == "single" and world.size > 1:
         raise InputError(
             f"--engine single with {world.size} ranks",
             "one rank",
-            "use --engine ddp or fsdp, or --nproc 1 (ranks would never meet)",
+            "use --engine ddp or fsdp, or --nproc 1 (the ranks would train separate models)",
         )
     if settings.offload_optimizer and name in ("single", "ddp"):
         raise InputError(
             f"--offload_optimizer with --engine {name}",
             "an engine that can keep the optimizer in host memory",
-            "use --engine fsdp or deepspeed, or leave the flag away",
+            "use --engine fsdp or deepspeed, or omit the flag",
         )
     if settings.deepspeed_config and name != "deepspeed":
         raise InputError(
-            f"--deepspeed_config with --engine {name}", "--engine deepspeed", "add it, or leave the file away"
+            f"--deepspeed_config with --engine {name}", "--engine deepspeed", "use it, or omit --deepspeed_config"
         )
     if settings.zero_stage != EngineSettings.zero_stage and name != "deepspeed":
         raise InputError(
             f"--zero_stage {settings.zero_stage} with --engine {name}",
             "--engine deepspeed",
-            "add it, or leave the stage away",
+            "use it, or omit --zero_stage",
         )
     if name == "deepspeed":
         from halation.distributed.engines.deepspeed import build_config, import_deepspeed
@@ -307,10 +312,11 @@ def check_engine_settings(name: str, world: World, settings: EngineSettings) -> 
 def open_dataset(
     data: str, height: int, width: int, validation_images: int, *, max_images: int = 0, bucket_multiple: int = 0
 ) -> ImageDataset:
-    """`streets`, a folder of images or a CSV file; the first `max_images` of the train part where that is not 0.
+    """Open `streets`, a folder of images or a CSV file.
 
-    `bucket_multiple` sorts a folder's train images into shapes whose sides are multiples of it, and 0 does not. Streets
-    are square, so they need no buckets; few of them come with few validation ones, or those would be most of a cache.
+    `max_images` limits the training images to the first ones; 0 uses all. `bucket_multiple` sorts the training images
+    of a folder into shapes whose sides are multiples of it; 0 disables buckets. Streets are square and need none. With
+    `max_images`, validation scenes are limited too, or they would be most of a cache.
     """
     if max_images < 0:
         raise InputError(f"--max_images {max_images}", "a number of images, or 0 for all", "give another number")
@@ -331,6 +337,6 @@ def open_dataset(
 def check_dataset(
     source: ImageDataset, cache_folder: Path, on_progress: Callable[[int, int], None] | None = None, quiet: bool = False
 ) -> None:
-    """Decode a folder once, so that a broken image is named now and not in the middle of the night."""
+    """Decode a folder once, so that a broken image is reported before training starts."""
     if isinstance(source, ImageFolder):
         source.check(cache_folder, on_progress=on_progress, quiet=quiet)

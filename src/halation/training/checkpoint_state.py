@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds: save, find, restore, export."""
+"""The contents of a training checkpoint: save, find, restore, export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[str, TensorShard]]:
-    """This rank's pieces of model, EMA and optimizer; those of other parts go by the part's name, as `fake_model`."""
+    """Return this rank's shards of model, EMA and optimizer.
+
+    Names of networks other than MODEL are prefixed, as in `fake_model`.
+    """
     result: dict[str, dict[str, TensorShard]] = {}
     for network_name, network in networks.items():
         pieces, name_prefix = network.engine.state_shards(), network_prefix(network_name)
@@ -44,8 +47,10 @@ def checkpoint_parts(networks: Mapping[str, TrainedNetwork]) -> dict[str, dict[s
 
 
 def pinned_tensor_bytes(networks: Mapping[str, TrainedNetwork]) -> Iterator[int]:
-    """Bytes of the tensors of a checkpoint that are copied from a GPU: weights, averages, two moments of each
-    weight."""
+    """Yield the size in bytes of each checkpoint tensor that is copied from a GPU.
+
+    These are the weights, the EMA and two moments per weight.
+    """
     for network in networks.values():
         pieces = [piece.local for piece in network.engine.state_shards()["model"].values()]
         weights = [(local.numel(), local.element_size()) for local in pieces if local.is_cuda]
@@ -55,31 +60,33 @@ def pinned_tensor_bytes(networks: Mapping[str, TrainedNetwork]) -> Iterator[int]
 
 
 def find_checkpoint(folder: Path, *, restart: bool) -> CommittedCheckpoint | None:
-    """The newest whole one, None for a new run; damaged ones get other names. Raises where there are only damaged
-    ones."""
+    """Return the newest valid checkpoint, or None for a new run.
+
+    Damaged checkpoints are renamed. Raises if all checkpoints are damaged, unless `restart` is set.
+    """
     damaged: list[tuple[CommittedCheckpoint, str]] = []
     found = find_newest_valid(folder, on_damage=lambda checkpoint, problem: damaged.append((checkpoint, problem)))
     names = [checkpoint.folder.name for checkpoint, _ in damaged]
     names += sorted(path.name for path in folder.glob("damaged_*"))
     if found is None and names and not restart:
         raise InputError(
-            f"no checkpoint in {folder} is whole; damaged: {', '.join(names)}",
-            "at least one whole checkpoint to go on from",
+            f"no checkpoint in {folder} is valid; damaged: {', '.join(names)}",
+            "at least one valid checkpoint to resume from",
             "restore one of them from a copy; or give --restart to start over at step 0 "
-            "(damaged ones stay, under other names)",
+            "(damaged checkpoints are renamed, not deleted)",
         )
     for checkpoint, problem in damaged:
         rename_damaged_checkpoint(checkpoint, problem)
     if found is None and names:
-        log.warning("no checkpoint is whole: starting over at step 0, as --restart says")
+        log.warning("no checkpoint is valid: starting over at step 0 (--restart)")
     return found
 
 
 def rename_damaged_checkpoint(checkpoint: CommittedCheckpoint, problem: str) -> None:
-    """A damaged checkpoint keeps its bytes under another name and no longer counts."""
+    """Rename a damaged checkpoint so that it no longer counts as one; its files are kept."""
     target = checkpoint.folder.with_name(f"damaged_{checkpoint.folder.name}_{os.urandom(2).hex()}")
     os.rename(checkpoint.folder, target)
-    log.error("set aside as %s (%s)", target, problem)
+    log.error("damaged checkpoint renamed to %s (%s)", target, problem)
 
 
 def network_prefix(network_name: str) -> str:
@@ -89,7 +96,10 @@ def network_prefix(network_name: str) -> str:
 def shared_state(
     train_state: TrainState, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is the same on all ranks; with it a checkpoint can be drawn from without the run around it."""
+    """Return the state that is the same on all ranks.
+
+    With it, a checkpoint can be sampled from without its run folder.
+    """
     return {
         "position": train_state.as_json(),
         "ema_updates": ema.num_updates,
@@ -99,7 +109,7 @@ def shared_state(
 
 
 def restore(reader: CheckpointReader, networks: Mapping[str, TrainedNetwork]) -> TrainState:
-    """Fill everything from a checkpoint, whatever number of ranks wrote it."""
+    """Load all networks from a checkpoint, which any number of ranks may have written."""
     for network_name, network in networks.items():
         network_reader = reader.with_prefix(network_prefix(network_name))
         _check_weights_match(network_reader, network.engine)
@@ -114,25 +124,25 @@ def restore(reader: CheckpointReader, networks: Mapping[str, TrainedNetwork]) ->
 
 
 def _check_weights_match(reader: CheckpointReader, engine: Engine) -> None:
-    """Accepted changes may make another model of a run; its checkpoints then have nothing to say to it."""
+    """Raise if names or shapes differ, as they may after --accept_changes changed the model."""
     found = reader.shapes("model")
     expected = engine.shapes
     different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if different:
         name = different[0]
         raise InputError(
-            f"checkpoint {reader.folder} holds other weights than these settings train: "
+            f"checkpoint {reader.folder} does not match the model of these settings: "
             f"{len(different)} tensors differ, first {name} "
             f"({found.get(name, 'not saved')}, now {expected.get(name, 'not trained')})",
-            "the model, adapters and sizes the run began with",
-            "use its settings, or begin a new run in another --output_dir from its export",
+            "the model, adapters and sizes that the run was started with",
+            "use its settings, or start a new run in another --output_dir from its export",
         )
 
 
 def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> None:
-    """model.safetensors (EMA), model_raw.safetensors, config.json, and model.pth for loaders that want a torch file.
+    """Write model.safetensors (EMA), model_raw.safetensors, config.json and model.pth.
 
-    An autoencoder is copied along, so that the folder can be taken elsewhere.
+    model.pth is for loaders that need a torch file. An autoencoder is copied too, so that the folder can be moved.
     """
     folder.mkdir(exist_ok=True)
     for part, name in (("ema", "model"), ("model", "model_raw")):
@@ -140,7 +150,7 @@ def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> Non
         with atomic_path(folder / f"{name}.safetensors", "export") as temporary:
             save_file(tensors, temporary)
         if part == "ema":
-            # Into an open file: given a name, torch would write the temporary name into the archive.
+            # Pass an open file: given a path, torch would write the temporary name into the archive.
             with open_atomic(folder / "model.pth", "export") as file:
                 torch.save(tensors, file)
     description = reader.state["denoiser"] | {"sampling": reader.state["sampling"]}
@@ -151,11 +161,11 @@ def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> Non
 
 
 def export_checkpoint(reader: CheckpointReader, folder: Path, denoiser: Denoiser) -> None:
-    """The export of a checkpoint of this denoiser."""
+    """Export a checkpoint of this denoiser to `folder`."""
     if isinstance(denoiser, DiTDenoiser):
         export_dit(reader, folder, denoiser.space)
         return
-    # Here, because diffusers takes seconds to import, and a DiT does without it.
+    # Imported here: diffusers takes seconds to import, and a DiT does not need it.
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.pipelines.training.export import export_pipeline
 

@@ -38,21 +38,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NATIVE_SIZES = {"WanPipeline": (480, 832)}
-"""Of models whose configs do not name a size."""
+"""Sizes of models whose configs do not name one."""
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 OpenRecord = Callable[[Any, str], bool]
 
 
 def run(config: TrainConfig) -> int:
-    """Train, on ranks that are already there or on ranks started here. Exit code 0 when the last step is saved."""
+    """Train, as a rank of another launcher or on ranks started here.
+
+    Returns exit code 0 when the last step is saved.
+    """
     return launch(resolve_config(config), "train", run_rank, open_record, new_task)
 
 
 def launch(
     config: ConfigT, job: str, started_rank: Callable[[ConfigT], None], open_record: OpenRecord, new_task: TaskFactory
 ) -> int:
-    """Run a job whose ranks hold sessions of a task; ranks that are started here call `started_rank`."""
+    """Run a job on all ranks. Ranks that are started here call `started_rank`."""
     if launcher.is_launched():
         run_rank(config, None, job, open_record, new_task)
         return 0
@@ -68,7 +71,7 @@ def launch(
 
 @contextlib.contextmanager
 def _open_run(config: TrainConfig, job: str, open_record: OpenRecord, device: str) -> Iterator[FolderMonitor]:
-    """Hold the folder and open its record."""
+    """Lock the run folder and open its record."""
     run = RunFolder(config.output_dir)
     runs.make_folder(run.folder)
     with lock.lock_folder(run.folder, job) as monitor, runs.restore_record_on_failure(run, config.accept_changes):
@@ -78,7 +81,7 @@ def _open_run(config: TrainConfig, job: str, open_record: OpenRecord, device: st
 
 
 def resolve_config(config: TrainConfig) -> TrainConfig:
-    """The config with its short forms written out, or an error for what can be refused without looking at the data."""
+    """Resolve defaults in the config, and check the settings that do not depend on the data."""
     check_settings(config)
     if config.model_path:
         check_peft_installed(config)
@@ -109,7 +112,7 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
 
 
 def check_peft_installed(config: TrainConfig) -> None:
-    """Said before a pipeline is opened for it."""
+    """Raise if adapters are requested but peft is missing, before a pipeline is opened."""
     if config.lora_rank and importlib.util.find_spec("peft") is None:
         raise InputError(
             f"--lora_rank {config.lora_rank}, but peft is not installed",
@@ -119,7 +122,7 @@ def check_peft_installed(config: TrainConfig) -> None:
 
 
 def _check_not_pipeline(model: str) -> None:
-    """`--model` is for DiTs of Halation; said at once where the folder is a pipeline, or a run that fine-tuned one."""
+    """Raise if `--model` is a pipeline or a run that fine-tuned one, not a DiT of Halation."""
     folder = Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
     run = find_fine_tuned_run(folder) if folder.is_dir() and not is_pipeline else None
@@ -127,7 +130,7 @@ def _check_not_pipeline(model: str) -> None:
         return
     from halation.models.dit.network import SIZES
 
-    if model in SIZES:  # a folder that happens to be called so
+    if model in SIZES:  # a folder that happens to have this name
         return
     if run is not None:
         raise fine_tuned_error("model", folder, run)
@@ -137,12 +140,12 @@ def _check_not_pipeline(model: str) -> None:
 
 
 def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> None:
-    """A run goes on from the pipeline it began with, or from none; `model` is the fingerprint of what is asked for."""
+    """Raise if a resumed run has another base model; `model` is the new one's fingerprint."""
     if not (run.config.exists() and run.has_checkpoints()):
         return
     record = runs.read_record(run)
     base, known = record.get("settings", {}).get("model_path"), record["fixed"].get("model of --model_path")
-    expected, elsewhere = "the model that this run began with", "or choose another --output_dir"
+    expected, elsewhere = "the model that this run was started with", "or choose another --output_dir"
     if base and not config.model_path:
         found = f"no --model_path, but {run.folder} was fine-tuned from {base}"
         raise InputError(found, expected, f"give --model_path {base}, {elsewhere}")
@@ -151,14 +154,14 @@ def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> No
         raise InputError(found, expected, f"leave --model_path out, {elsewhere}")
     if base and known and known != model and not config.accept_changes:
         if Path(base) == Path(config.model_path):
-            found = f"the files in {base} are others than when {run.folder} was fine-tuned from it"
-            raise InputError(found, expected, f"put them back, {elsewhere}")
+            found = f"the files in {base} have changed since {run.folder} was fine-tuned from it"
+            raise InputError(found, expected, f"restore them, {elsewhere}")
         found = f"--model_path {config.model_path} is another model than {base}, which {run.folder} was fine-tuned from"
-        raise InputError(found, expected, f"give --model_path {base} (or where it lies now), {elsewhere}")
+        raise InputError(found, expected, f"give --model_path {base} (or its new location), {elsewhere}")
 
 
 def native_size(folder: Path) -> tuple[int, int]:
-    """The size a pipeline's images have by default, from its configs alone."""
+    """Default image size of a pipeline, read from its configs."""
     try:
         kind = read_json(folder / "model_index.json").get("_class_name")
         if kind in NATIVE_SIZES:
@@ -167,7 +170,7 @@ def native_size(folder: Path) -> tuple[int, int]:
         blocks = read_json(folder / "vae" / "config.json")["block_out_channels"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"{folder} does not say what size it draws ({type(error).__name__}: {error})",
+            f"cannot find the native image size of {folder} ({type(error).__name__}: {error})",
             "a pipeline with model_index.json, transformer/config.json and vae/config.json",
             "give --image_size, or check --model_path",
         ) from error
@@ -176,7 +179,7 @@ def native_size(folder: Path) -> tuple[int, int]:
 
 
 def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> ConfigT:
-    """Size, prompts and metrics written out: what every config of a session needs."""
+    """Resolve size, prompts and metrics, which `train` and `distill` share."""
     size = config.image_size or default_size
     select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
     if config.eval_every:
@@ -194,7 +197,7 @@ def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> C
 
 
 def open_record(config: TrainConfig, device: str) -> bool:
-    """Open the run's record before anything heavy happens, so that changed settings are refused at once."""
+    """Open the run's record before any slow work, so that changed settings fail early."""
     libraries = ["torch", "numpy", "diffusers" if config.vae else "safetensors"]
     facts: dict[str, Any] = {}
     if config.model_path:
@@ -207,7 +210,7 @@ def open_record(config: TrainConfig, device: str) -> bool:
 def open_session_record(
     config: TrainConfig, job: str, device: str, libraries: Sequence[str], facts: dict[str, Any]
 ) -> bool:
-    """Create or resume the record of a job whose ranks hold sessions; `facts` bind a resumed run as its settings do."""
+    """Create or resume the record of a run. Like its fixed settings, `facts` must not change."""
     run = RunFolder(config.output_dir)
     check_same_engine(config, run)
     facts = {f"{name} version": version(name) for name in libraries} | facts
@@ -218,7 +221,7 @@ def open_session_record(
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:
-    """An optimizer's state belongs to the engine that laid it out; weights can go anywhere."""
+    """Raise if a resumed run uses another engine, whose optimizer state has another layout."""
     if not (run.config.exists() and run.has_checkpoints()):
         return
     recorded = runs.read_record(run)["fixed"]
@@ -226,11 +229,11 @@ def check_same_engine(config: TrainConfig, run: RunFolder) -> None:
     asked = _engine_name(config.engine, config.zero_stage, deepspeed_config.read_config(config.deepspeed_config))
     if recorded.get("engine") and known != asked:
         flag = "model_path" if config.model_path else "model"
-        shown = recorded["engine"] if known == "ddp" else known  # as it was called: auto and single are kinds of ddp
+        shown = recorded["engine"] if known == "ddp" else known  # as given: auto and single count as ddp
         raise InputError(
             f"--engine {asked}, but {run.folder} was trained with --engine {shown}",
-            "the engine that its optimizer state belongs to",
-            f"go on with --engine {shown}, or begin a new run with its weights: --output_dir NEW --{flag} {run.export}",
+            "the engine that its optimizer state was saved with",
+            f"use --engine {shown}, or start a new run from its weights: --output_dir NEW --{flag} {run.export}",
         )
 
 
@@ -241,7 +244,7 @@ def _engine_name(engine: Any, zero_stage: int, file: dict[str, Any]) -> str:
 
 
 def new_task(world: World, config: TrainConfig, run: RunFolder) -> TrainingTask:
-    """The task of a training; imported here, because a parent of ranks does without torch."""
+    """Create the task; imported here because the parent of the ranks must not import torch."""
     from halation.training.training_task import TrainingTask
 
     return TrainingTask(world, config, run)
@@ -254,11 +257,11 @@ def run_rank(
     open_record: OpenRecord = open_record,
     new_task: TaskFactory = new_task,
 ) -> None:
-    """One rank of the training; under torchrun or srun, rank 0 also locks the folder.
+    """Run one rank of the training; under torchrun or srun, rank 0 also locks the folder.
 
-    `monitor` is that of a folder that is locked already.
+    `monitor` is given if the folder is already locked.
     """
-    # cuBLAS reads this when it is first used, so it has to be there before torch touches the GPU.
+    # cuBLAS reads this on first use, so it must be set before torch touches the GPU.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launcher.tie_rank_to_launcher()
@@ -280,7 +283,10 @@ def run_rank(
 def open_run_on_rank_zero(
     config: TrainConfig, world: World, job: str = "train", open_record: OpenRecord = open_record
 ) -> Iterator[FolderMonitor | None]:
-    """For ranks that another launcher started: rank 0 holds the folder and opens its record; others get None."""
+    """Lock the folder and open its record on rank 0; other ranks get None.
+
+    For ranks that another launcher started.
+    """
     from halation.distributed.world import run_on_rank_zero
 
     monitor: FolderMonitor | None = None
@@ -295,7 +301,7 @@ def open_run_on_rank_zero(
 
 
 def _print_summary(config: TrainConfig, session: TrainingSession) -> None:
-    """The last words: where everything is."""
+    """Print the paths of the results."""
     if config.progress in ("json", "none"):
         return
     folder = config.output_dir
@@ -306,4 +312,4 @@ def _print_summary(config: TrainConfig, session: TrainingSession) -> None:
         f"{'metrics':12}{folder / 'metrics.jsonl'}",
     ]
     again = f"halation sample --checkpoint {shlex.quote(str(folder))} --prompts ..."
-    sys.stderr.write("\n".join([*lines, f"{'draw more':12}{again}"]) + "\n")
+    sys.stderr.write("\n".join([*lines, f"{'sample more':12}{again}"]) + "\n")

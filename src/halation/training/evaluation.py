@@ -1,4 +1,4 @@
-"""Evaluations in training: reference and prompts, reports by step, metrics and plot."""
+"""Evaluation during training: reference and prompts, a report per step, metrics and plot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from halation.training.build_components import check_dataset, open_dataset
 from halation.training.config import TrainConfig
 
 MIN_REFERENCE_IMAGES = 16
-"""Real images below which no metric means anything."""
+"""With fewer real images, no metric is meaningful."""
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +55,17 @@ RECOVERABLE_ERRORS = (HalationError, OSError, RuntimeError, ValueError, MemoryEr
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationData:
-    """The reference of a run's evaluations and what is drawn to be compared with it."""
+    """The reference of a run's evaluations, and the prompts of the images compared with it."""
 
     reference: ImageSource
     prompts: tuple[str, ...]
 
 
 def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.RunFolder) -> EvaluationData:
-    """Validation scenes, or the training images of a folder; metrics that this data cannot serve are refused."""
+    """Open the validation scenes of streets, or the training images of a folder.
+
+    Raises an InputError for metrics that cannot be computed on this data.
+    """
     height, width = config.image_size
     if config.data == "streets":
         num_prompts = min(config.eval_images, config.eval_reference)
@@ -72,7 +75,7 @@ def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.Ru
         )
     folder = source
     if not isinstance(folder, ImageFolder) or config.aspect_buckets:
-        # The run trains on what a cache made of the images, or in buckets: open them at one size.
+        # The run trains on a cache of the images, or in buckets: open the images themselves, at one size.
         folder = open_dataset(config.data, height, width, config.validation_images, max_images=config.max_images)
         check_dataset(folder, Path(config.cache_dir) if config.cache_dir else run.folder / "cache", quiet=True)
     assert isinstance(folder, ImageFolder)
@@ -88,14 +91,14 @@ def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.Ru
     if caption_metrics and folder.class_names:
         raise InputError(
             f"--eval_metrics {' '.join(caption_metrics)}, but {folder.name} has classes",
-            "images with captions, for metrics that compare with words",
-            "ask for other metrics",
+            "images with captions for these metrics",
+            "choose other metrics",
         )
     if "agreement" in caption_metrics and not has_street_captions(prompts):
         raise InputError(
-            f"--eval_metrics agreement, but no caption of {folder.name} names what the streets network looks for",
-            "captions in the words of the embedded street scenes",
-            "ask for clip instead",
+            f"--eval_metrics agreement, but no caption of {folder.name} names anything the streets network detects",
+            "captions with the vocabulary of the embedded street scenes",
+            "use clip instead",
         )
     return EvaluationData(reference=reference, prompts=prompts)
 
@@ -103,9 +106,9 @@ def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.Ru
 def evaluation_settings(
     samples: SampleSettings, prompts: Sequence[str], *, num_images: int, steps: int, batch_size: int
 ) -> SampleSettings:
-    """As the run's samples, for `num_images` images of these prompts, over and over where they are fewer.
+    """The run's sample settings for `num_images` images of these prompts, repeated as needed.
 
-    Every image has a seed of its own, whatever samples do: images from one noise would be less varied than the model.
+    Every image has its own seed, even with --same_seed: images from one noise would be less varied than the model's.
     """
     return dataclasses.replace(
         samples, prompts=tuple(islice(cycle(prompts), num_images)), steps=steps, batch_size=batch_size, same_seed=False
@@ -141,7 +144,7 @@ class TrainingEvaluator:
         self.device_name = describe_device(str(world.device))
 
     def prepare(self) -> None:
-        """Read the reference data and open every extractor once; everything that can be refused is refused here."""
+        """Open the reference data and every extractor once, to fail before the first step."""
         config, samples = self.config, self.samples
         self.folder.mkdir(exist_ok=True)
         self.data = open_evaluation_data(config, self.source, runs.RunFolder(self.run_folder))
@@ -157,9 +160,9 @@ class TrainingEvaluator:
         )
 
     def _check_extractors(self, heartbeat: Heartbeat) -> dict[str, dict[str, Any]]:
-        """Open every extractor once, to report what is missing and download what is needed; keep none.
+        """Open every extractor once to find or download its weights, and keep none of them.
 
-        Building a network draws its first weights; the random states of the run must not change.
+        Building a network draws random initial weights; the fork keeps the random states of the run unchanged.
         """
         facts = {}
         with rng.fork_rng():
@@ -173,19 +176,19 @@ class TrainingEvaluator:
 
     @property
     def key(self) -> str:
-        """Everything besides the weights of the model that decides the numbers."""
+        """Hash of everything that decides the scores, except the weights of the model."""
         facts = {label: without_paths(facts) for label, facts in self.extractor_facts.items()}
         how = [self.config.eval_metrics, self.settings.as_json(), self.config.threads, self.device_name]
         return runs.hash_json([facts, how, self.data.reference.key])[:24]
 
     def read_report(self, step: int) -> EvaluationReport | None:
-        """The report of an earlier evaluation of this step, if it was made with the same settings."""
+        """Return the report of an earlier evaluation of this step, if it has the same settings."""
         try:
             report: EvaluationReport = runs.read_json_with_digest(self._report_path(step))
         except FileNotFoundError:
             return None
         except (OSError, InputError) as error:
-            log.warning("step %d is evaluated again: %s", step, error)
+            log.warning("evaluating step %d again: %s", step, error)
             return None
         return report if report.get("key") == self.key else None
 
@@ -199,9 +202,10 @@ class TrainingEvaluator:
         swap_in_ema: Callable[[], AbstractContextManager[None]],
         stop: Callable[[], int],
     ) -> EvaluationReport | None:
-        """The same report on all ranks, or None after a stop; an error is raised on all ranks too.
+        """Evaluate a step; return the same report on all ranks, or None after a stop.
 
-        Extractors are opened here and not kept: between evaluations the memory of the device is training's.
+        Errors are raised on all ranks. Extractors are opened here and not kept: between evaluations, training needs
+        the device memory.
         """
         start_time = time.perf_counter()
         name = f"evaluating step {step} #{next(self.run_counter)}"
@@ -261,7 +265,7 @@ class TrainingEvaluator:
 
 
 def evaluation_rows(report: EvaluationReport) -> list[dict[str, Any]]:
-    """The report's lines in metrics.jsonl, a number each."""
+    """Return the lines of metrics.jsonl for a report, one per metric."""
     fields = ("value", "std", "better", "num_generated", "num_reference", "few", "extractor", "seconds")
     by_name = {found["name"]: found for found in report["metrics"].values()}  # fid and fd may be the same number
     return [
@@ -271,12 +275,12 @@ def evaluation_rows(report: EvaluationReport) -> list[dict[str, Any]]:
 
 
 def is_evaluation_row(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is one of those."""
+    """Return True if a line of metrics.jsonl is from an evaluation."""
     return "metric" in row and "num_generated" in row
 
 
 def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
-    """Every metric over the steps, as soon as there are two of them."""
+    """Plot every metric over the steps, once at least two steps were evaluated."""
     lines = [row for row in rows if is_evaluation_row(row)]
     if len({row["step"] for row in lines}) > 1:
         title = f"{run.folder.resolve().name}: evaluations of the averaged weights"
@@ -287,7 +291,7 @@ def publish_plot(run: runs.RunFolder, rows: list[dict[str, Any]]) -> None:
 
 
 def _rename_flags(error: InputError) -> InputError:
-    """Messages of extractors name the flags of `halation evaluate`; in training they have other names."""
+    """Replace flags of `halation evaluate` in an extractor's message by those of training."""
     names = {
         "--weights": "--eval_weights",
         "--inception_weights": "--eval_weights",

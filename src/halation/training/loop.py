@@ -27,7 +27,7 @@ _STORED_AS = {"num_images": "pictures"}
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch on the device; `weight` is 0 for rows that only fill it up."""
+    """One micro-batch on the device; `weight` is 0 for padding rows."""
 
     x0: Tensor
     noise: Tensor
@@ -37,36 +37,36 @@ class MicroBatch:
     step: int = 0
     """The step it belongs to, counted from 0: the same number on all ranks."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """What an objective wants besides: one row an image."""
+    """Further inputs of the objective, one row per image."""
 
 
 Objective = Callable[[nn.Module, MicroBatch], Tensor]
-"""Module and rows in, one loss a row out."""
+"""Takes a module and a micro-batch, returns one loss per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedNetwork:
-    """One network of a training with its optimizer. Most trainings have one, called MODEL."""
+    """A trained network with its optimizer. Most runs have only one, called MODEL."""
 
     engine: Engine
     objective: Objective | None = None
-    """What it learns in a step that it leads; None for one that only goes along with another's."""
+    """Objective of the steps in which this network comes first; None if it only follows another network."""
     ema: Ema | None = None
     lr: float | None = None
-    """Instead of the settings'."""
+    """Overrides the learning rate of the settings."""
 
 
 MODEL = "model"
 
 
 def only_model(step: int) -> tuple[str, ...]:
-    """The turns of a training with one part."""
+    """The active networks of a run with one network."""
     return (MODEL,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What decides a step besides the batch."""
+    """Settings of a step, besides the batch."""
 
     global_batch: int
     lr: float
@@ -77,7 +77,7 @@ class StepSettings:
     nan_policy: str
 
     def lr_at(self, step: int) -> float:
-        """Linear rise, then constant or a cosine to zero; `step` counts from 0."""
+        """Linear warm-up, then constant or a cosine to zero; `step` counts from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.decay_steps == 0:
@@ -88,7 +88,7 @@ class StepSettings:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Where a run stands; all of it is in every checkpoint."""
+    """Progress of a run; every checkpoint holds all of it."""
 
     step: int = 0
     num_images: int = 0
@@ -97,7 +97,7 @@ class TrainState:
     skipped: int = 0
 
     def update_loss_scale(self, finite: bool) -> None:
-        """fp16's loss scale: half after an overflow, double after 2,000 good steps."""
+        """Update fp16's loss scale: half after an overflow, double after 2,000 good steps."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.loss_scale = max(1.0, self.loss_scale / 2)
@@ -105,20 +105,20 @@ class TrainState:
             self.loss_scale = min(2.0**24, self.loss_scale * 2)
 
     def as_json(self) -> dict[str, Any]:
-        """The position as a checkpoint stores it."""
+        """Return the state as a checkpoint stores it."""
         values = asdict(self)
         return {_STORED_AS.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> TrainState:
-        """The position that a checkpoint stores."""
+        """Read the state that a checkpoint stores."""
         names = {key: name for name, key in _STORED_AS.items()}
         return cls(**{names.get(key, key): value for key, value in stored.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What all ranks know after a step."""
+    """The result of a step, the same on all ranks."""
 
     step: int
     loss: float
@@ -129,7 +129,7 @@ class StepReport:
     stop_signal: int
     save_failed: bool
     requests: int = 0
-    """What the first rank was asked for before this step, as the caller numbers it."""
+    """Requests that rank 0 received before this step, encoded by the caller as a number."""
 
 
 def mixed_precision(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
@@ -148,10 +148,11 @@ def train_steps(
     active_networks: Callable[[int], Sequence[str]] = only_model,
     poll_requests: Callable[[], int] = lambda: 0,
 ) -> Iterator[StepReport]:
-    """Take one step for each list of micro-batches. Every decision is made from numbers that all ranks share.
+    """Run one step for each list of micro-batches and yield its report.
 
-    `active_networks` names the parts that a step (counted from 0) moves; the first of them says what is learned.
-    `poll_requests` is a number on the first rank, 0 elsewhere; all ranks find it in the report of the same step.
+    All decisions depend only on values that all ranks share. `active_networks` names the networks that a step (counted
+    from 0) updates; the first one has the objective. `poll_requests` returns a number on rank 0 and 0 elsewhere; all
+    ranks get it in the report of the same step.
     """
     reduction = _StepReduction(world)
     skipped_in_a_row = 0
@@ -163,7 +164,7 @@ def train_steps(
         for network in active:
             network.engine.set_lr(lr if network.lr is None else network.lr * lr / settings.lr)
         local_loss = _compute_gradients(world, active, micro_batches, settings, train_state.loss_scale)
-        # Launched before the loss is read, so that a GPU does not stand still between the two.
+        # Launched before the loss is read, so that the GPU does not idle between the two.
         norms = [part.engine.clip_grad_norm(settings.grad_clip, train_state.loss_scale) for part in active]
         loss, stop_signal, failed, not_finite, requests = reduction.all_reduce(
             local_loss, stop(), save_failed(), poll_requests()
@@ -171,7 +172,7 @@ def train_steps(
         norm = math.hypot(*map(float, norms))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
-            before_update()  # a save may still be reading
+            before_update()  # a save may still be reading the weights
             for network in active:
                 network.engine.step()
                 if network.ema is not None:
@@ -209,9 +210,9 @@ def _compute_gradients(
     settings: StepSettings,
     scale: float,
 ) -> Tensor:
-    """Gradient of the mean loss over the global batch; returns this rank's share of that mean."""
+    """Compute gradients of the global batch's mean loss; return this rank's share of it."""
     leader = active[0]
-    assert leader.objective is not None, "the first part of a turn says what is learned"
+    assert leader.objective is not None, "the first active network must have an objective"
     total = torch.zeros((), device=world.device)
     for number, micro_batch in enumerate(micro_batches):
         with contextlib.ExitStack() as stack:
@@ -220,7 +221,7 @@ def _compute_gradients(
             with mixed_precision(world.device, settings.dtype):
                 losses = leader.objective(leader.engine.wrapped_module, micro_batch)
             share = (losses.float() * micro_batch.weight).sum() / settings.global_batch
-            # Engines divide by the number of ranks, but a share is already part of the whole mean.
+            # Engines divide by the number of ranks, but a share is already a part of the global mean.
             leader.engine.backward(share * (world.size * scale))
         total = total + share.detach()
     return total
@@ -229,21 +230,23 @@ def _compute_gradients(
 def _handle_nonfinite(
     settings: StepSettings, train_state: TrainState, loss: float, norm: float, ranks: list[int], num_in_a_row: int
 ) -> None:
-    """Stop all ranks, or let the step pass without an update. In fp16 an overflow is how the loss scale is found."""
+    """Stop all ranks, or skip the update. In fp16, overflows only lower the loss scale."""
     if settings.dtype == "fp16" and math.isfinite(loss) and train_state.loss_scale > 1.0:
         return
     where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
     if settings.nan_policy == "stop" or num_in_a_row > MAX_SKIPPED_STEPS:
         raise HalationError(
             f"the loss is not finite at step {train_state.step + 1}{where} (loss {loss}, gradient norm {norm}); "
-            "weights of the last checkpoint, where there is one, are good. "
+            "the last checkpoint, if there is one, is not affected. "
             "Try a lower --lr, --grad_clip, --dtype bf16 or fp32, or --nan_policy skip"
         )
 
 
 class _StepReduction:
-    """The few numbers that ranks share at every step, in one small reduction: loss, who is not finite, who was asked to
-    stop, what else was asked."""
+    """The status that all ranks reduce at each step, in one small collective.
+
+    It holds the loss, the ranks with a loss that is not finite, stop signals, failed saves and requests.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -264,8 +267,7 @@ class _StepReduction:
 
 
 def denoising_objective(denoiser: TrainedModule) -> Objective:
-    """Squared error of what the family's module is asked for (a velocity, the noise, v) on the family's path from image
-    to noise."""
+    """Squared error of the family's prediction (velocity, noise or v) on its noise path."""
     path = denoiser.noise_path
 
     def losses(module: nn.Module, rows: MicroBatch) -> Tensor:

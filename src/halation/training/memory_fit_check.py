@@ -1,6 +1,6 @@
-"""Estimates and probes memory before the first step.
+"""Estimate and probe memory before the first step.
 
-On a CPU a batch that is too large would be killed by the system, or swap for hours.
+On a CPU, a process with an oversized batch would be killed by the system, or swap for hours.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from halation.training.config import TrainConfig
 from halation.training.loop import MODEL, TrainedNetwork, denoising_objective, mixed_precision
 from halation.training.training_task import TrainingTask
 
-# Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 kept values for each value
-# that a matrix product puts out; with checkpointing one block's share and the blocks' inputs.
+# Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 saved values per output
+# value of a matrix product; with gradient checkpointing those of one block and the inputs of all blocks.
 SAVED_VALUES_PER_OUTPUT = 2.2
-NUM_HOST_BATCHES = 5  # batches the loader holds ahead, and the one in use
+NUM_HOST_BATCHES = 5  # prefetched batches and the one in use
 BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.6, "fp16": 2.6}  # autocast leaves norms and residuals in float32
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCost:
-    """What one image of a batch costs, roughly."""
+    """Estimated cost of one image of a batch."""
 
     flops: int
     """Operations of one forward."""
@@ -59,15 +59,17 @@ class ImageCost:
         )
 
     def bytes_on(self, device: torch.device) -> float:
-        """Bytes an image. On a GPU, where a batch too large is a clean error, half of it: only the hopeless is refused
-        early."""
+        """Estimated bytes per image; half of that on a GPU.
+
+        On a GPU an oversized batch is a clean error, so only hopeless ones need to be rejected early.
+        """
         if device.type == "cuda":
             return self.activation_bytes() / 2
         return self.activation_bytes() + NUM_HOST_BATCHES * 5 * self.num_values
 
 
 def free_bytes(device: torch.device, num_sharing: int) -> float:
-    """Memory this rank may still take, where `num_sharing` ranks share the machine's."""
+    """Memory that this rank may still allocate if `num_sharing` ranks share the machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -77,7 +79,7 @@ def free_bytes(device: torch.device, num_sharing: int) -> float:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank has held so far: on a GPU what torch allocated, on a CPU the resident size."""
+    """Memory of this rank: on a GPU the peak that torch allocated, on a CPU the resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import psutil
@@ -86,7 +88,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def _cgroup_free_bytes() -> float:
-    """What a container or a batch job may still take (cgroup 2); infinite where nothing limits it."""
+    """Memory a container or batch job may still allocate (cgroup 2); infinite without a limit."""
     free = float("inf")
     try:
         name = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -101,7 +103,7 @@ def _cgroup_free_bytes() -> float:
 
 
 def _used_bytes(cgroup: Path) -> float:
-    """Bytes in use less the file cache, which the system gives up as soon as memory is asked for."""
+    """Bytes in use without the file cache, which the system frees when memory is needed."""
     cached = 0.0
     for line in (cgroup / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
@@ -113,22 +115,24 @@ def _used_bytes(cgroup: Path) -> float:
 def weights_error(
     num_trained: int, num_frozen: int, weight_bytes: int, num_shards: int, capacity: float
 ) -> InputError | None:
-    """The error for a model whose training cannot fit into a device of `capacity` bytes, whatever the batch: weights,
-    their gradients, two moments, and an average in float32."""
+    """Return an error if training needs more than `capacity` bytes per device for any batch.
+
+    It needs the weights, their gradients, two moments, and an EMA in float32.
+    """
     needed = num_trained * (4 * weight_bytes + 4) / num_shards + num_frozen * weight_bytes
     if needed <= capacity:
         return None
     return InputError(
         f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device "
-        "before any image",
-        f"at most the {capacity / 2**30:.0f} GiB of one",
-        "share them out with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), "
+        "without any image",
+        f"at most {capacity / 2**30:.0f} GiB, the memory of one device",
+        "shard the model with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), "
         "use --weights_dtype bf16, or a smaller model",
     )
 
 
 def batch_error(rows: int, accumulate: int, cost: ImageCost, device: torch.device, free: float) -> InputError | None:
-    """The error for a batch that cannot fit into `free` bytes, with one that should; None where it may fit."""
+    """Return an error that suggests a smaller batch if this one cannot fit into `free` bytes."""
     bytes_per_image = cost.bytes_on(device)
     if rows * bytes_per_image <= free:
         return None
@@ -158,15 +162,17 @@ def warm_up(
     checkpoints: CheckpointWriter,
     global_batch: int,
 ) -> None:
-    """One pass that is thrown away: it settles DDP's buckets, compiles, and finds a batch that does not fit before it
-    costs anything."""
+    """Run one forward and backward pass and discard it.
+
+    It fixes DDP's buckets, compiles the blocks, and fails early if the batch does not fit.
+    """
     world = task.world
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     _check_batch_fits(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")
-    # While blocks are compiled: taking pinned memory makes a GPU wait, so it is done before the first step, or it would
-    # slow many.
+    # Pinned memory is allocated while blocks are compiled: it stalls the GPU, so during training it would slow down
+    # many steps.
     checkpoints.reserve(checkpoint_state.pinned_tensor_bytes(networks))
     try:
         for network in networks.values():
@@ -189,8 +195,10 @@ def warm_up(
 
 
 def check_weights_fit(world: World, config: TrainConfig, denoiser: TrainedModule) -> None:
-    """A model that cannot be trained on these GPUs is told so before texts are encoded or a teacher is asked for
-    hours."""
+    """Raise if the model cannot be trained on these GPUs.
+
+    Checked before texts or teacher targets are computed, which may take hours.
+    """
     device = world.device
     if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
         return
@@ -227,10 +235,10 @@ def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, row
 def check_samples_fit(
     task: TrainingTask, config: TrainConfig, networks: Mapping[str, TrainedNetwork], settings: SampleSettings
 ) -> None:
-    """Whether samples and the validation loss fit beside everything else, asked once before it can cost a checkpoint's
-    worth of work.
+    """Raise if samples, validation or evaluation do not fit into memory beside training.
 
-    What the optimizer will hold from its first step on is set aside meanwhile.
+    Checked once before the first step, so that the failure does not come at the first checkpoint. The memory that the
+    optimizer will allocate in its first step is reserved meanwhile.
     """
     engines = [part.engine for part in networks.values()]
     reserved = (
@@ -259,8 +267,8 @@ def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine,
             denoising_objective(task.denoiser)(task.denoiser.module, TrainingTask.dummy_batch(task, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"no room on {task.world.device} for a forward of {num_rows} rows beside the training",
-            "memory for it",
+            f"a forward of {num_rows} rows does not fit into the memory of {task.world.device} beside training",
+            "enough free memory for it",
             hint,
         ) from error
     finally:

@@ -1,6 +1,6 @@
-"""Validation loss, samples and evaluations during training: when, and how.
+"""Validation loss, samples and evaluations during training, and their schedule.
 
-All ranks make them together, with the EMA in the place of the weights.
+All ranks take part in them, with the EMA swapped in for the weights.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ SaveKind = Literal["kept", "latest"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSchedule:
-    """The dates of one run. Epoch ends count too, thinned out where epochs are short, or a small folder would only
-    save."""
+    """The scheduled steps of one run.
+
+    Epoch ends are scheduled too. If epochs are short only some of them are, or a run on a small folder would do little
+    but save.
+    """
 
     n_steps: int
     ckpt_every: int
@@ -58,8 +61,8 @@ class CheckpointSchedule:
     global_batch: int
     eval_every: int = 0
     epoch_interval: int = 0
-    """Every how many epochs an epoch's end is a date, where a run counts in epochs: whole steps then, and one at
-    least. 0 thins them out by the other intervals."""
+    """Epochs between scheduled epoch ends, for runs that count in epochs of whole steps (at least one). 0 derives it from
+    the other intervals (`default_epoch_interval`)."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -67,26 +70,26 @@ class CheckpointSchedule:
 
     @property
     def default_epoch_interval(self) -> int:
-        """Every how many epochs an epoch's end is a date: at least the shortest interval apart."""
+        """Epochs between scheduled epoch ends: at least the shortest interval of the others."""
         intervals = [every for every in (self.ckpt_every, self.ckpt_latest_every) if every > 0]
         apart = min(intervals, default=self.n_steps) * self.global_batch
         return max(1, -(-apart // self.num_images))
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether an epoch that counts ended during this step."""
+        """Return True if a scheduled epoch end falls into this step."""
         if self.epoch_interval:
             return step % (self.steps_per_epoch * self.epoch_interval) == 0
         images = self.num_images * self.default_epoch_interval
         if images == self.num_images or self.num_images <= (step - 1) * self.global_batch:
             return step * self.global_batch // images > (step - 1) * self.global_batch // images
-        return step * self.global_batch >= self.num_images  # the first epoch always counts
+        return step * self.global_batch >= self.num_images  # the end of the first epoch is always scheduled
 
     def epoch(self, step: int) -> int:
-        """The epoch in whole steps that this step belongs to; the first is 1."""
+        """The epoch of this step, counted in whole steps from 1."""
         return -(-step // self.steps_per_epoch)
 
     def save_kind(self, step: int) -> SaveKind | None:
-        """What to save after this step; samples are drawn whenever something is."""
+        """Kind of the checkpoint to save after this step, or None. Samples follow each of them."""
         if step == self.n_steps or (self.ckpt_every > 0 and step % self.ckpt_every == 0):
             return "kept"
         if (self.ckpt_latest_every > 0 and step % self.ckpt_latest_every == 0) or self.is_epoch_end(step):
@@ -94,7 +97,10 @@ class CheckpointSchedule:
         return None
 
     def should_evaluate(self, step: int) -> bool:
-        """Whether this step is evaluated, which does not make it a date for saving; the last one is both."""
+        """Return True if this step is evaluated, which does not schedule a checkpoint.
+
+        The last step has both.
+        """
         return self.eval_every > 0 and (step % self.eval_every == 0 or step == self.n_steps)
 
 
@@ -102,7 +108,7 @@ log = logging.getLogger(__name__)
 
 
 def remove_reports_after(run: runs.RunFolder, step: int) -> None:
-    """Drop evaluations of steps that are about to be trained again; -1 forgets all of them."""
+    """Remove evaluations of steps that are about to be trained again; -1 removes all."""
     for path in (run.folder / "evaluation").glob("step_*"):
         if path.name.removesuffix(".json") > runs.step_name(step) or step < 0:
             runs.remove_path(path)
@@ -110,8 +116,10 @@ def remove_reports_after(run: runs.RunFolder, step: int) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class PeriodicTasks:
-    """Validation loss and samples of saved steps, and evaluations; called again for a step they do only what is still
-    open."""
+    """Validation loss and samples of saved steps, and evaluations.
+
+    A second call for the same step does only what is still missing.
+    """
 
     world: World
     config: TrainConfig
@@ -129,25 +137,27 @@ class PeriodicTasks:
     evaluator: evaluation.TrainingEvaluator | None = None
     comparison_folder: SampleFolder | None = None
     other_engines: tuple[Engine, ...] = ()
-    """Engines of networks that are trained and not drawn from."""
+    """Engines of networks that are trained but not sampled from."""
 
     def __post_init__(self) -> None:
         self.num_validation = min(self.config.validation_images, self.source.num_validation)
         self.draw_counter = itertools.count()
 
     def run_pending(self, step: int, loss: float) -> None:
-        """Everything that is open for this step."""
+        """Run every task of this step whose results are missing."""
         tasks, num_ranks = self.world.broadcast_from_rank_zero(
             self._remove_outdated_and_find_pending(step) if self.world.is_rank_zero else None
         )
         self._run_tasks(step, loss, tasks, self._sample_folder(step, num_ranks))
 
     def draw_samples(self, step: int, loss: float) -> None:
-        """The samples of a step that is no date, and nothing else, in a folder of its own: names by the epoch belong to
-        its date."""
+        """Sample at a step that is not scheduled, into a folder of the step; run no other task.
+
+        File names by epoch are reserved for the scheduled step of the epoch.
+        """
         sample_folder = SampleFolder(folder=self.run.samples_at(step), naming=self._naming(), label=self._label())
         if self.world.is_rank_zero:
-            sample_folder.clear()  # what a start that never saved this step may have left
+            sample_folder.clear()  # an earlier start that never saved this step may have left files
         self._run_tasks(step, loss, ["samples", *(["raw"] if self.config.sample_raw else [])], sample_folder)
 
     def _run_tasks(self, step: int, loss: float, tasks: list[str], sample_folder: SampleFolder) -> None:
@@ -167,8 +177,11 @@ class PeriodicTasks:
             self._publish_samples(step, loss, drawn)
 
     def _remove_outdated_and_find_pending(self, step: int) -> tuple[list[str], int]:
-        """What is not there yet, everything after a save and after a kill what it left undone, and the ranks its names
-        are made for."""
+        """Return the tasks without results, and the number of ranks for the file names.
+
+        After a save these are all tasks, after a kill those that it interrupted. Samples with other settings, or of
+        another step of the epoch, are removed first.
+        """
         tasks = []
         known = any(row.get("metric") == "heldout_loss" and row["step"] == step for row in self.metrics.read_rows())
         if self.num_validation and not known:
@@ -182,19 +195,19 @@ class PeriodicTasks:
             or recorded.get("settings", self._settings_json()) != self._settings_json()
         ):
             recorded = {}
-            # Drawn another way before this start, or at another step of this epoch; the names would hide it.
+            # Sampled with other settings or at another step of this epoch; the file names would be the same.
             sample_folder.clear()
         elif not recorded and sample_folder.prefix:
-            sample_folder.clear()  # whatever these are of
+            sample_folder.clear()  # files without an index may be of any step
         sample_folder = self._sample_folder(
             step, recorded.get("ranks", self.world.size)
-        )  # as many as began, if now there are others
+        )  # the number of ranks that started these samples, even if it has changed
         sample_folders = (
             [sample_folder, dataclasses.replace(sample_folder, suffix="_raw")]
             if self.config.sample_raw
             else [sample_folder]
         )
-        # An index that a kill left empty, or that was damaged since, is made again from the images.
+        # An index that a kill left empty, or that was damaged since, is rebuilt from the images.
         is_listed = bool(recorded.get("samples")) and sample_folder.grid_path.exists()
         done = is_listed and all(is_drawn(each, spec) for each in sample_folders for spec in self.settings.specs())
         if not done:
@@ -214,9 +227,8 @@ class PeriodicTasks:
         return "student" if self.comparison_folder else ""
 
     def _write_empty_index(self, step: int, sample_folder: SampleFolder) -> None:
-        """Say how the images of this folder are drawn before the first is there: a kill may leave some of them
-        behind."""
-        with contextlib.suppress(OSError):  # a disk that cannot be written costs the samples, not the training
+        """Record the sample settings before the first image; a kill may leave some images."""
+        with contextlib.suppress(OSError):  # an unwritable disk costs the samples, not the training
             sample_folder.create()
             write_json_with_digest(
                 sample_folder.index_path, self._index_metadata(step, sample_folder) | {"samples": []}
@@ -273,13 +285,13 @@ class PeriodicTasks:
         )
 
     def evaluate(self, step: int) -> None:
-        """The numbers of this step; one that cannot be made is reported, and training goes on."""
+        """Evaluate this step. A failed evaluation is logged, and training continues."""
         if self.evaluator is None:
             return
         report = self.evaluator.read_report(step) if self.world.is_rank_zero else None
         if self.world.broadcast_from_rank_zero(report is None):
             report = self._run_evaluation(self.evaluator, step)
-            self.world.free_memory()  # here, where no traceback of an error holds the extractors any more
+            self.world.free_memory()  # only here, where no traceback of an error still references the extractors
         if self.world.is_rank_zero and report is not None:
             self._log_report(report)
 
@@ -290,13 +302,13 @@ class PeriodicTasks:
         except (RankFailure, Interrupted):
             raise
         except HalationError as error:
-            log.error("the evaluation of step %d failed; training goes on: %s", step, error)
+            log.error("the evaluation of step %d failed; training continues: %s", step, error)
             self.engine.sync_master_weights()  # an evaluation fails on all ranks or on none
             return None
 
     @contextlib.contextmanager
     def _offload_optimizers(self) -> Iterator[None]:
-        """Memory for drawing where it is scarce."""
+        """Free device memory for sampling, if --sample_offload is set."""
         with contextlib.ExitStack() as stack:
             for engine in (self.engine, *self.other_engines) if self.config.sample_offload else ():
                 stack.enter_context(engine.offload_optimizer_state())
@@ -304,11 +316,10 @@ class PeriodicTasks:
 
     @contextlib.contextmanager
     def _swap_in_ema(self) -> Iterator[None]:
-        """The averages in the model's place; whatever happens inside, shards are where the EMA expects them when it
-        goes back.
+        """Swap the EMA in for the weights, and back again.
 
-        After an error the module is not told of its own weights again: that may take all ranks, and the error may be
-        one rank's.
+        Parameters are resharded before the swap back, even after an error: the EMA expects shards. After an error
+        `sync_master_weights` is not called, because it may be collective and the error may be on one rank only.
         """
         self.ema.swap()
         try:
@@ -320,8 +331,10 @@ class PeriodicTasks:
         self.engine.sync_master_weights()
 
     def _log_report(self, report: evaluation.EvaluationReport) -> None:
-        """The report's numbers to metrics.jsonl and the trackers, unless a kill came between the report and the rest of
-        this."""
+        """Log the scores of a report to metrics.jsonl and the trackers, unless already logged.
+
+        A kill may have come between the report and its lines.
+        """
         step, lines = report["step"], evaluation.evaluation_rows(report)
         known = [row for row in self.metrics.read_rows() if row["step"] == step and evaluation.is_evaluation_row(row)]
         lines = [line for line in lines if line not in known]
@@ -334,14 +347,14 @@ class PeriodicTasks:
         try:
             evaluation.publish_plot(self.run, self.metrics.read_rows())
         except OSError as error:
-            log.error("cannot plot the evaluations; training goes on: %s", error)
+            log.error("cannot plot the evaluations; training continues: %s", error)
         summary = ", ".join(f"{line['metric']} {line['value']:.4g}" for line in lines)
-        few = " (few images: a quick look)" if any(line["few"] for line in lines) else ""
+        few = " (few images: rough scores)" if any(line["few"] for line in lines) else ""
         self.print_line(f"evaluation of step {step}: {summary}{few}")
         log.info("evaluation of step %d in %.1f s: %s", step, report["seconds"], summary)
 
     def _publish_samples(self, step: int, loss: float, drawn: list[tuple[SampleFolder, list[SampleRow]]]) -> None:
-        """Grid and index, and the images to the trackers under one tag a prompt."""
+        """Write grid and index, and log the images to the trackers, one tag per prompt."""
         (sample_folder, rows), *others = drawn
         comparison = None
         if self.comparison_folder:
@@ -361,11 +374,11 @@ class PeriodicTasks:
             }
         except OSError as error:
             log.error(
-                "cannot write to directory %s: %s; training goes on", sample_folder.folder, error.strerror or error
+                "cannot write to directory %s: %s; training continues", sample_folder.folder, error.strerror or error
             )
             return
-        except InputError as error:  # an image was removed or damaged between its writing and now
-            log.error("a sample cannot be read again; training goes on: %s", error)
+        except InputError as error:  # an image was removed or damaged after it was written
+            log.error("cannot read a sample back; training continues: %s", error)
             return
         for tracker in self.trackers:
             tracker.log_images(step, images)
@@ -377,7 +390,7 @@ class PeriodicTasks:
 
 NUM_BINS = 8
 VALIDATION_BATCH_SIZE = 32
-NOISE_SEED = 0x48414C41  # its own stream: the same noise for every run, whatever the run's seed
+NOISE_SEED = 0x48414C41  # a separate stream: the same validation noise for every run, whatever its seed
 
 
 def compute_validation_losses(
@@ -390,10 +403,11 @@ def compute_validation_losses(
     dtype: str,
     heartbeat: Callable[[], None],
 ) -> dict[int, list[float]]:
-    """This rank's losses by row: image `row // NUM_BINS` at the middle of time bin `row % NUM_BINS`.
+    """Return this rank's validation losses, a list of rows for each batch.
 
-    Rows are cut into batches of one size and dealt round-robin, so that every rank makes the same number of forwards
-    and no number depends on how many ranks there are.
+    A row is image `row // NUM_BINS` at the middle of time bin `row % NUM_BINS`. Rows are split into batches of one size
+    and assigned round-robin, so that every rank runs the same number of forwards and no loss depends on the number of
+    ranks.
     """
     num_rows = num_images * NUM_BINS
     num_batches = -(-num_rows // VALIDATION_BATCH_SIZE)
@@ -414,12 +428,12 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
     image_indices = [int(row) // NUM_BINS for row in rows]
     decoded = {
         number: source.validation(number) for number in dict.fromkeys(image_indices)
-    }  # once, not once for each bin
+    }  # decode an image once, not once per bin
     images = [decoded[number] for number in image_indices]
     samples = torch.from_numpy(np.stack([image.pixels for image in images])).to(device)
     if samples.is_floating_point():
         x0 = samples.float()
-    else:  # a few at a time where they are large: an autoencoder takes more memory for an image than the model does
+    else:  # large images in smaller batches: an autoencoder takes more memory per image than the model
         size = VALIDATION_BATCH_SIZE * 256**2 // (samples.shape[1] * samples.shape[2])
         pieces = samples.split(max(1, min(VALIDATION_BATCH_SIZE, size)))
         x0 = torch.cat([denoiser.space.encode(piece) for piece in pieces])
@@ -437,7 +451,7 @@ def _make_micro_batch(denoiser: Denoiser, source: ImageDataset, rows: np.ndarray
 
 
 def summarize_losses(rank_losses: list[dict[str, Any]], num_images: int) -> dict[str, float]:
-    """Mean loss in each bin and over all, from every rank's rows put back in order."""
+    """Mean loss per bin and overall, from the rows of all ranks in their order."""
     by_batch = {int(batch): values for losses in rank_losses for batch, values in losses.items()}
     rows = np.array([value for batch in sorted(by_batch) for value in by_batch[batch]])
     assert len(rows) == num_images * NUM_BINS, "a validation row is missing"

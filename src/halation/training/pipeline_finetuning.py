@@ -1,4 +1,4 @@
-"""Fine-tuning of a pipeline: open it, and encode its texts once on all ranks."""
+"""Fine-tuning of a pipeline: open it, and encode all texts once on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGE_IMAGE_SIDE, SMALL_BUCKET_STEP, LARGE_BUCKET_STEP = 512, 32, 64
 
 
 def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser:
-    """The pipeline as a denoiser, on the CPU and without its text encoders."""
+    """Open the pipeline as a denoiser, on the CPU and without its text encoders."""
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
     from halation.models.pipelines.training.lora import LoraSettings
 
@@ -53,7 +53,10 @@ def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser
 
 
 def bucket_multiple(config: TrainConfig, denoiser: PipelineDenoiser) -> int:
-    """What the sides of buckets divide by: coarse enough that buckets are few, and what the model needs."""
+    """Multiple of the sides of buckets; 0 without buckets.
+
+    It is a multiple of what the model needs, and large enough to keep the number of buckets small.
+    """
     if not config.aspect_buckets:
         return 0
     step = LARGE_BUCKET_STEP if min(config.image_size) >= LARGE_IMAGE_SIDE else SMALL_BUCKET_STEP
@@ -64,7 +67,7 @@ def bucket_multiple(config: TrainConfig, denoiser: PipelineDenoiser) -> int:
 def cache_texts(
     world: World, config: TrainConfig, run: RunFolder, denoiser: Denoiser, source: ImageDataset, prompts: Sequence[str]
 ) -> None:
-    """Encode captions and prompts once, all ranks together; the text encoders are gone from the device afterwards."""
+    """Encode captions and prompts once on all ranks, then free the text encoders."""
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
 
     assert isinstance(denoiser, PipelineDenoiser)
@@ -118,7 +121,7 @@ def _encode_texts(
         except (torch.OutOfMemoryError, MemoryError):
             error = (
                 f"the text encoders do not fit into the memory of {world.device}; use --dtype bf16, "
-                "or build the cache on a larger device and name it by --cache_dir"
+                "or build the cache on a larger device and pass it with --cache_dir"
             )
         errors = [word for word in monitor.gather_results(error) if word]
     if errors:
@@ -128,14 +131,17 @@ def _encode_texts(
 
 
 def _require_finite(encode: Encode) -> Encode:
-    """A cache of what overflowed would make every later loss NaN, and it is the last place to look for one."""
+    """Reject embeddings that are not finite.
+
+    Once cached they would make every later loss NaN, and the cause would be hard to find.
+    """
 
     def encode_checked(texts: Sequence[str]) -> Mapping[str, Tensor]:
         rows = encode(texts)
         for row, text in enumerate(texts):
             if not all(bool(value[row].isfinite().all()) for value in rows.values()):
                 raise InputError(
-                    f"the text encoders answer {text[:80]!r} with numbers that are not finite",
+                    f"the text encoders return embeddings of {text[:80]!r} that are not finite",
                     "finite embeddings",
                     "use --dtype bf16 or fp32; fp16 overflows in T5",
                 )

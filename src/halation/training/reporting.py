@@ -1,4 +1,4 @@
-"""Reports of a training: log lines, metrics.jsonl, throughput, and trackers like wandb."""
+"""Reporting during training: log lines, metrics.jsonl, throughput, trackers such as wandb."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halation.progress import StepProgress
 from halation.runs.run_folder import MetricsFile
 from halation.training.config import TrainConfig
 
-if TYPE_CHECKING:  # the command checks trackers, and a parent of ranks does without torch
+if TYPE_CHECKING:  # the command checks trackers, and the parent process of the ranks must not import torch
     from halation.distributed.engines.ddp_fsdp import Engine
     from halation.distributed.world import World
     from halation.sampling.all_rank_sampler import SampleSettings
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ThroughputWindow:
-    """Throughput since the last pause, so that a save or a sampling does not look like slow training."""
+    """Throughput since the last pause, so that saves and samples do not count as training."""
 
     def __init__(self) -> None:
         self.reset()
@@ -58,17 +58,16 @@ def log_run_start(
     global_batch: int,
     resumed_at: int | None,
 ) -> None:
-    """Log what is trained on what, and on which ranks; `resumed_at` is the step of the checkpoint, None for a new
-    run."""
+    """Log model, data and ranks. `resumed_at` is the checkpoint's step, None for a new run."""
     world, source = task.world, task.source
     if world.device.type == "cuda" and settings.batch_size == 1 and len(settings.prompts) > 2 * world.size:
-        log.info("samples are drawn one by one; --sample_batch_size %d would draw them at once", len(settings.prompts))
+        log.info("sampling one image at a time; --sample_batch_size %d would be one batch", len(settings.prompts))
     noun = task.item_name
     if source.num_train > 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     log.warning(
         "%s%s on %s: %s, %d %s, global batch %d, %d rank%s (%s, %s, %s)",
-        "" if resumed_at is None else f"going on from step {resumed_at}: ",
+        "" if resumed_at is None else f"resuming from step {resumed_at}: ",
         task.title,
         source.name,
         describe_parameters(config, engine.num_trainable, engine.num_parameters),
@@ -87,15 +86,15 @@ def log_run_start(
 
 
 def describe_parameters(config: TrainConfig, num_trained: int, num_parameters: int) -> str:
-    """What is trained of a model."""
+    """Describe the number of parameters, and with LoRA how many of them are trained."""
     total = f"{num_parameters / 1e6:.1f} M parameters"
     if not config.lora_rank:
         return total
-    return f"adapters of rank {config.lora_rank}, {num_trained / 1e6:.3g} M parameters beside the {total} of all"
+    return f"adapters of rank {config.lora_rank} with {num_trained / 1e6:.3g} M of {total}"
 
 
 def count_adapter_layers(names: Sequence[str]) -> Counter[str]:
-    """How the layers with adapters are called in their blocks, and how many there are of each."""
+    """Count the layers with adapters by their name within a block."""
     layers = [name.split(".lora_A.")[0].split(".") for name in names if ".lora_A." in name]
     return Counter(".".join(layer[-2:] if layer[-1].isdigit() else layer[-1:]) for layer in layers)
 
@@ -116,19 +115,19 @@ class StepLogger:
     num_train: int
     """Images in an epoch."""
     start_time: float
-    """On the monotonic clock; the time of earlier calls of the run is counted in."""
+    """On the monotonic clock, shifted back by the time that earlier sessions of the run took."""
 
     def write(self, report: StepReport, images_per_s: float, mean_loss: float, num_images: int) -> None:
-        """The bar at every step; metrics.jsonl and the trackers at every `log_every`th.
+        """Update the bar at every step; metrics.jsonl and the trackers every `log_every` steps.
 
-        `images_per_s` is in images a second, `num_images` counts those since the run began.
+        `num_images` counts the images since the start of the run.
         """
         config = self.config
         numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(images_per_s, 2)}
         self.progress.update(report.step, f"mean loss {mean_loss:.4f}  {images_per_s:.0f} images/s", numbers)
         if report.step % config.log_every and report.step not in (1, config.n_steps):
             return
-        # Forward and two products backward; the frozen weights under adapters need only one.
+        # One forward and two backward products; the frozen weights under adapters need only one backward product.
         passes = 2 if config.lora_rank else 3
         flops = passes * self.flops_per_image * images_per_s / self.world.size
         values = {
@@ -147,7 +146,7 @@ class StepLogger:
 
 
 class Tracker(Protocol):
-    """A place for scalars and images by step."""
+    """A logger of scalars and images by step."""
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -157,12 +156,12 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in the run's folder; a resumed run hides what lies after its checkpoint."""
+    """Event files in the run folder; a resumed run hides events after its checkpoint."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # A fresh run has nothing to hide, and purging from 0 writes a marker that some readers show as a restart.
+        # A new run has nothing to hide, and purging from 0 writes a marker that some readers show as a restart.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -179,13 +178,13 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Offline unless WANDB_MODE says otherwise; files under wandb/ where the command was started."""
+    """wandb, offline unless WANDB_MODE is set; files under wandb/ in the current directory."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
         mode: Any = None if "WANDB_MODE" in os.environ else "offline"
-        # The same id for the same run folder, so that a resumed run goes on in its own curve.
+        # The same id for the same run folder, so that a resumed run continues its curve.
         id_file = folder / ".wandb_id"
         if not id_file.exists():
             id_file.write_text(os.urandom(8).hex())
@@ -231,15 +230,17 @@ TRACKER_PACKAGES = {
 
 
 def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
-    """The trackers that can be used; one that was asked for and is not installed is an error, a default one is left
-    out."""
+    """Return the installed trackers of `names`.
+
+    A tracker that is not installed is an error if `required` (given by a flag), and is left out otherwise.
+    """
     usable = []
     for name in names:
         if name == "none":
             continue
         package, extra = TRACKER_PACKAGES[name]
         spec = importlib.util.find_spec(package)
-        # Without an origin it is a mere folder, such as the `wandb/` that wandb's own runs are in.
+        # Without an origin it is only a folder, such as the `wandb/` that wandb writes its runs to.
         if spec is not None and spec.origin is not None:
             usable.append(name)
         elif required:

@@ -1,4 +1,4 @@
-"""One rank's training session: `prepare()` builds the parts, `run()` trains."""
+"""One rank's training session: `prepare()` builds the components, `run()` trains."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingSession:
-    """One rank of a training: `prepare()` does the long collective work, step by step, `run()` trains."""
+    """One rank of a training run: `prepare()` does the long collective setup, `run()` trains."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TrainingSession:
         new_task: TaskFactory = TrainingTask,
         monitor: FolderMonitor | None = None,
     ) -> None:
-        """`monitor` is of the run's folder, on the one rank whose process holds it."""
+        """`monitor` is that of the run folder, on the one rank whose process has locked it."""
         self.monitor = monitor
         self.world = world
         self.config = config
@@ -76,7 +76,7 @@ class TrainingSession:
         self.is_prepared = False
 
     def prepare(self) -> None:
-        """Open model and data, encode what is encoded once, build the engines; in the order in which it can fail."""
+        """Open model and data, cache encoded inputs, build the engines; likely failures first."""
         world, config = self.world, self.config
         self.echo = logging_setup.configure_rank_logging(self.folder.logs, world.rank)
         rng.seed_all(config.seed, world.rank)
@@ -120,7 +120,7 @@ class TrainingSession:
         self.is_prepared = True
 
     def _build_networks(self) -> None:
-        # Sharding takes one unit after the other to the device; a model that only fits in shards must not be there
+        # FSDP moves one unit after the other to the device; a model that only fits in shards must not be moved as a
         # whole.
         self.denoiser.to(self.world.device, module=self.config.engine != "fsdp")
         self.denoiser.module.train()
@@ -147,7 +147,7 @@ class TrainingSession:
     ) -> None:
         if not self.is_prepared:
             return
-        if error is None or isinstance(error, Interrupted):  # ranks that are started again still take what was asked
+        if error is None or isinstance(error, Interrupted):  # after other errors, restarted ranks take the requests
             self.inbox.close(self.train_state.step)
         if error is not None:
             self.checkpoints.shorten_timeout()
@@ -159,7 +159,7 @@ class TrainingSession:
     # -- running
 
     def run(self) -> None:
-        """Resume if there is something to resume, train to the last step, save, sample and export."""
+        """Resume if there is a checkpoint, train to the last step, save, sample and export."""
         world, config = self.world, self.config
         fresh = not self._resume()
         memory_fit_check.warm_up(self.task, config, self.networks, self.checkpoints, self.global_batch)
@@ -239,7 +239,7 @@ class TrainingSession:
                 if self.monitor is not None:
                     self.monitor.check()
                 self.checkpoints.raise_if_failed()
-                raise RankFailure("another rank could not save its part of a checkpoint; its log says why")
+                raise RankFailure("another rank could not save its part of a checkpoint; see its log for the reason")
             save_kind = self.schedule.save_kind(report.step)
             requested = self._accept_requests(report) if report.requests else frozenset()
             if save_kind or report.stop_signal or requested & {"save", "stop"}:
@@ -272,7 +272,7 @@ class TrainingSession:
         if self.world.is_rank_zero:
             self.step_logger.write(report, window.images_per_s(), self.smoothed_loss, self.train_state.num_images)
 
-    # -- saving and what follows
+    # -- checkpoints and the tasks after them
 
     def _save(self, kind: str) -> None:
         for network in self.networks.values():
@@ -287,10 +287,10 @@ class TrainingSession:
         blocked_s, queued_s = self.checkpoints.blocked_s, self.checkpoints.queued_s
         log.info("checkpoint %d (%s): training waited %.3f s", self.train_state.step, kind, blocked_s + queued_s)
         if queued_s > 1.0:
-            log.info("of these %.1f s for the checkpoint before to be written; they are close together", queued_s)
+            log.info("%.1f s of this for the previous checkpoint to be written; checkpoints are too frequent", queued_s)
 
     def _resume(self) -> bool:
-        """Fill everything from the newest good checkpoint; whether there was one."""
+        """Load the newest valid checkpoint; return False if there is none."""
 
         def find_checkpoint(_heartbeat: Any) -> list[Any]:
             found = checkpoint_state.find_checkpoint(self.folder.checkpoints, restart=self.config.restart)
@@ -303,13 +303,13 @@ class TrainingSession:
         self.peak_flops = measure_peak_flops(self.world.device, self.config.dtype)
         if not folder_name:
             if self.world.is_rank_zero:
-                self._discard_results_after(-1)  # of a start that never saved
+                self._discard_results_after(-1)  # results of an earlier start that never saved
             return False
         if step > self.config.n_steps:
             raise InputError(
                 f"--n_steps {self.config.n_steps}, but the run is at step {step}",
-                "more steps than were done",
-                f"--n_steps {step} or more",
+                "at least as many steps as are done",
+                f"give --n_steps {step} or more",
             )
         reader = CheckpointReader(Path(folder_name))
         self.train_state = checkpoint_state.restore(reader, self.networks)
@@ -330,13 +330,15 @@ class TrainingSession:
         remove_reports_after(self.folder, step)
 
     def _wait_for_save(self) -> None:
-        """Until all ranks know the last save to be whole. No rank leaves earlier: who stays behind a leaver is soon
-        ended too."""
+        """Wait until every rank knows that the last checkpoint is committed.
+
+        A rank that exited earlier would make the others fail.
+        """
         with HeartbeatMonitor(
             self.world, f"saving step {self.train_state.step}", self.config.dist_timeout_s
         ) as monitor:
             self.checkpoints.wait(monitor.heartbeat)
-            if self.checkpoints.error:  # told, and not waited for: rank 0 may be waiting for this very rank's part
+            if self.checkpoints.error:  # publish without waiting: rank 0 may be waiting for this rank's part
                 monitor.publish_result(self.checkpoints.error)
                 self.checkpoints.raise_if_failed()
             errors = [error for error in monitor.gather_results("") if error]
@@ -344,7 +346,7 @@ class TrainingSession:
             raise HalationError(errors[0])
 
     def _accept_requests(self, report: StepReport) -> frozenset[str]:
-        """What of the wishes that came with this step is done; every rank finds the same."""
+        """Return the requests of this step that are accepted, the same on every rank."""
         requested = control_requests.decode_actions(report.requests)
         refused = {}
         if report.step == self.config.n_steps:
@@ -355,7 +357,10 @@ class TrainingSession:
         return requested - refused.keys()
 
     def _interrupt(self, step: int, stop_signal: int = 0) -> None:
-        """End after a save, because of a signal or (0) because of a request, whose sender the first rank knows."""
+        """End the run after a save, for a signal or, with 0, for a request to stop.
+
+        Only rank 0 knows the sender of a request.
+        """
         by = (
             f"(signal {stop_signal})"
             if stop_signal
@@ -365,7 +370,7 @@ class TrainingSession:
         code = exit_code(stop_signal or signal.SIGINT)
         if not stop_signal and launcher.has_restarts_left():
             code = 0
-        raise Interrupted(f"asked to stop {by}: saved at step {step}; the same command goes on from there", code)
+        raise Interrupted(f"asked to stop {by}: saved at step {step}; run the same command to resume", code)
 
     def _make_periodic_tasks(self) -> PeriodicTasks:
         return PeriodicTasks(
@@ -395,8 +400,10 @@ class TrainingSession:
         self._raise_if_stopped(step)
 
     def _evaluate(self, step: int, saved: bool) -> bool:
-        """The evaluation of this step if it is due; whether it was. An unsaved step is not the place to stop: the next
-        one saves."""
+        """Evaluate this step if it is scheduled; return True if it was.
+
+        After an unsaved step the session does not stop here: the next step handles the signal and saves.
+        """
         if not self.schedule.should_evaluate(step):
             return False
         self.checkpoints.wait_for_copy()
@@ -406,7 +413,7 @@ class TrainingSession:
         return True
 
     def _raise_if_stopped(self, step: int) -> None:
-        # Asked to stop while drawing: after the last step there is no next one to notice it.
+        # A signal may arrive during sampling, and after the last step there is no next one to notice it.
         stop_signal = max(self.world.all_gather_object(self.signals.number))
         if stop_signal:
             self._interrupt(step, stop_signal)
@@ -415,7 +422,7 @@ class TrainingSession:
         return self.folder.checkpoints / runs.step_name(self.train_state.step)
 
     def _export(self) -> None:
-        """Everything on disk before anybody leaves; the export is made from the checkpoint, so it is what was saved."""
+        """Wait for the last checkpoint on all ranks, then export that checkpoint on rank 0."""
         self._wait_for_save()
 
         def write_export(heartbeat: Callable[[], None]) -> None:
@@ -430,10 +437,10 @@ class TrainingSession:
 
 
 def measure_peak_flops(device: torch.device, dtype: str) -> float:
-    """Floating-point operations a second of a large matrix product in the training precision, on this device, now."""
+    """Measure the FLOP/s of a large matrix product in the training precision on this device."""
     kind = DTYPES[dtype]
     size, repeats = (8192, 10) if device.type == "cuda" else (512, 3)
-    # Not zeros, on which some devices run faster than on numbers; not random, to leave every generator alone.
+    # Not zeros, on which some devices run faster; not random, to leave every generator unchanged.
     ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()
     matrix = ramp.to(kind)
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""What a run trains on what: its model, its data and its batches.
+"""The task of a training run: its model, its data and its batches.
 
-All randomness of a batch is a function of (seed, position in the data's order).
+All randomness of a batch is a function of (seed, position in the order of the data).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, TrainState
 MEMORY_CACHE_BYTES = 2 * 2**30
 NUM_DEFAULT_PROMPTS = 8
 LOADER_THREADS = 4
-"""Beside a GPU: noise is drawn here, and a small model takes thousands of images a second."""
+"""With a GPU: the loader generates the noise, and a small model consumes thousands of images per second."""
 EngineFactory = Callable[[torch.nn.Module, list[torch.nn.Module]], Engine]
-"""A module and its units to an engine with an optimizer."""
+"""Takes a module and its shard units, returns an engine with an optimizer."""
 TaskFactory = Callable[[World, Any, RunFolder], "TrainingTask"]
-"""World, config and run to the task; the command that starts a session chooses it."""
+"""Takes world, config and run folder, returns the task; each command has its own."""
 
 
 class TrainingTask:
-    """A training from images: one model, and what it is asked for is the path's target."""
+    """Training of one model on images with the denoising objective."""
 
     comparison_folder: SampleFolder | None = None
-    """Where images lie that samples are shown next to."""
+    """Folder of images to show next to the samples."""
     epoch_interval = 0
-    """Every how many epochs their end is a date, where that was asked for."""
+    """Epochs between scheduled epoch ends, or 0 to derive it from the other intervals."""
 
     def __init__(self, world: World, config: TrainConfig, run: RunFolder) -> None:
         self.world = world
@@ -60,14 +60,14 @@ class TrainingTask:
 
     @property
     def title(self) -> str:
-        """What is done to what, in a few words."""
+        """A short description for the log."""
         return f"training {Path(self.config.model_path).name or self.config.model}"
 
     item_name = "image"
-    """What data consist of, in a word."""
+    """Noun for one item of the data."""
 
     def open(self) -> None:
-        """Open model and data, which need to know of each other."""
+        """Open model and data, which depend on each other."""
         world, config = self.world, self.config
         self.denoiser: Denoiser
         self.source: ImageDataset
@@ -88,24 +88,24 @@ class TrainingTask:
             self.denoiser = build_components.new_denoiser(config, self.source, space)
 
     def _default_prompts(self) -> tuple[str, ...]:
-        """The driving prompts, class names, or the first different captions of a folder."""
+        """The driving prompts for streets; class names or the first distinct captions of a folder."""
         if self.config.data == "streets":
             return tuple(DRIVING_PROMPTS)
         names = self.source.class_names or dict.fromkeys(self.source.captions())
         return tuple(itertools.islice(names, NUM_DEFAULT_PROMPTS))
 
     def resolve_num_steps(self, global_batch: int) -> TrainConfig:
-        """The config, with the number of steps written out where it follows from the data."""
+        """Return the config, with the number of steps filled in if it depends on the data."""
         return self.config
 
     def sample_settings(self) -> SampleSettings:
-        """How its samples are drawn; prompts that were not given follow from the data."""
+        """Return the sample settings; default prompts depend on the data."""
         config, defaults = self.config, self.denoiser.defaults
         height, width = config.image_size
         self.denoiser.sample_shape(height, width)
         prompts = config.sample_prompts or self._default_prompts()
         if self.source.class_names and not config.model_path:
-            self.denoiser.encode_prompts(prompts)  # an unknown class is refused now, not at the first checkpoint
+            self.denoiser.encode_prompts(prompts)  # raise for an unknown class now, not at the first checkpoint
         return SampleSettings(
             prompts=prompts,
             height=height,
@@ -124,18 +124,18 @@ class TrainingTask:
         )
 
     def prepare(self, settings: SampleSettings) -> None:
-        """What is to be done once texts can be read, before the model is on its device."""
+        """Hook that runs after texts are encoded and before the model is moved to its device."""
 
     def build_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
-        """The networks that learn; `engine` has the model already."""
+        """Return the trained networks; `engine` already has the model."""
         return {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=denoising_objective(self.denoiser))}
 
     def active_networks(self, step: int) -> tuple[str, ...]:
-        """Which of them a step moves."""
+        """Names of the networks that a step updates."""
         return only_model(step)
 
     def batch_transform(self, num_real: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """What makes tensors of images and captions, ahead of the step."""
+        """Return the transform from images and captions to tensors; it runs ahead of the step."""
         config, habits = self.config, self.denoiser.defaults
         return BatchTransform(
             self.denoiser,
@@ -148,7 +148,7 @@ class TrainingTask:
         )
 
     def open_loader(self, train_state: TrainState, global_batch: int) -> BatchPrefetcher:
-        """Batches of this rank from where the run stands to its last step, prefetched."""
+        """Prefetch this rank's batches from the current step to the last one."""
         world, config = self.world, self.config
         buckets = getattr(self.source, "bucket_of", None)
         order: ShuffledOrder | BucketOrder
@@ -156,7 +156,7 @@ class TrainingTask:
             order = ShuffledOrder(config.seed, self.source.num_train)
         else:  # whole global batches of one shape
             order = BucketOrder(config.seed, buckets, global_batch)
-            # Only another global batch (--accept_changes) leaves it in the middle of one.
+            # Rounds up only after the global batch was changed (--accept_changes).
             train_state.num_images = -(-train_state.num_images // global_batch) * global_batch
         num_threads = LOADER_THREADS if world.device.type == "cuda" else 1
         return BatchPrefetcher(
@@ -179,7 +179,7 @@ class TrainingTask:
         )
 
     def dummy_batch(self, rows: int) -> MicroBatch:
-        """Rows that stand for nothing, of the kind the objective takes."""
+        """A batch of placeholder rows in the form that the objective takes."""
         height, width = self.config.image_size
         return dummy_batch(self.denoiser, rows, (height, width), self.world.device)
 
@@ -187,7 +187,10 @@ class TrainingTask:
 def positions(
     start_step: int, start: int, n_steps: int, global_batch: int, num_ranks: int, rank: int, max_rows: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(step, positions) of this rank for each step to come; behind its share, rows that only fill a micro-batch up."""
+    """Yield (step, positions) of this rank for each remaining step.
+
+    Positions are padded to whole micro-batches.
+    """
     num_micro_batches, rows = work_division.micro_batch_layout(global_batch, num_ranks, max_rows)
     share = work_division.rank_range(global_batch, num_ranks, rank)
     padded = np.zeros(num_micro_batches * rows, np.int64)
@@ -198,8 +201,10 @@ def positions(
 
 @dataclass(frozen=True)
 class BatchTransform:
-    """Turns a host batch into tensors: noise, times, dropped captions. Runs in the loader's threads, ahead of the
-    step."""
+    """Turn a host batch into tensors: noise, times, dropped captions.
+
+    Runs in the threads of the loader, ahead of the step.
+    """
 
     denoiser: Denoiser
     _: KW_ONLY
@@ -224,8 +229,7 @@ class BatchTransform:
         return pack_batch(batch["step"], tensors, condition, self.num_real, self.pin)
 
     def _sizes(self, pixels: np.ndarray) -> tuple[int, int, tuple[int, ...]]:
-        """Height and width of a batch's images, and the shape of the tensor behind one; latents have that shape
-        already."""
+        """Height and width of a batch's images, and the shape of the model's tensor for one."""
         if pixels.dtype == np.uint8:
             height, width = pixels.shape[1:3]
             return height, width, self.denoiser.sample_shape(height, width)
@@ -241,10 +245,9 @@ def encode_conditions(
     *,
     from_prompts: bool = False,
 ) -> Condition:
-    """The conditions of a batch's captions on the CPU, with none in the rows that are `dropped`.
+    """Encode a batch's captions on the CPU; rows that are `dropped` get the null condition.
 
-    What is `from_prompts` from prompts is told what the family says when it draws; of an image it says what file it was
-    cut from.
+    With `from_prompts`, conditions are those of sampling. Otherwise they include the original size of the image file.
     """
     captions: list[str] = batch["captions"]
     if from_prompts:
@@ -255,7 +258,7 @@ def encode_conditions(
 
 
 def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_real: int, pin: bool) -> dict[str, Any]:
-    """With conditions and weights, pinned where the device is a GPU."""
+    """Add conditions and weights to the tensors, and pin them if `pin` is set."""
     tensors = {
         **tensors,
         "weight": (torch.arange(len(tensors["t"])) < num_real).float(),
@@ -267,14 +270,14 @@ def pack_batch(step: int, tensors: dict[str, Tensor], condition: Condition, num_
 
 
 def to_model_space(space: ImageSpace, pixels: Tensor) -> Tensor:
-    """Pixels as the model learns them; latents are that already."""
+    """Encode pixels into the model's space; latents pass unchanged."""
     return pixels.float() if pixels.is_floating_point() else space.encode(pixels)
 
 
 def to_micro_batches(space: ImageSpace, batch: dict[str, Any], rows: int, device: torch.device) -> Sequence[MicroBatch]:
-    """The batch as micro-batches of `rows` rows on the device; pixels become what the model learns.
+    """Split a batch into micro-batches of `rows` rows on the device, with encoded pixels.
 
-    Where a batch has no pixels, or no noise, `x0` or `noise` have rows without numbers in them.
+    If a batch has no pixels or no noise, the rows of `x0` or `noise` are empty.
     """
     tensors = {name: value.to(device, non_blocking=True) for name, value in batch["tensors"].items()}
     result = []
@@ -302,7 +305,7 @@ def _select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tens
 
 
 def dummy_batch(denoiser: Denoiser, rows: int, size: tuple[int, int], device: torch.device) -> MicroBatch:
-    """Rows for images of this height and width that stand for nothing, for the pass before the first step."""
+    """A batch of placeholder rows of this size, for the pass before the first step."""
     originals = torch.tensor([size] * rows, dtype=torch.int64)
     null = denoiser.add_size_condition(null_condition(denoiser, rows), originals, *size)
     condition = {name: value.to(device) for name, value in null.items()}

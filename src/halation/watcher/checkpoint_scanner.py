@@ -1,6 +1,6 @@
-"""Find complete checkpoints in a folder, and keep them when their trainer removes them.
+"""Find complete checkpoints in a folder, and preserve those that their trainer removes.
 
-It reads names, files and headers; it loads no weights.
+Only names, files and headers are read; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_HARD_LINK_ERRNOS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, er
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFolder:
-    """A folder that holds a model of one step."""
+    """A folder with the model of one step."""
 
     step: int
     name: str
@@ -41,7 +41,7 @@ def parse_step(name: str) -> int | None:
 
 @dataclass(kw_only=True)
 class _FolderSnapshot:
-    """A folder's files (name, size, time of change) as they were seen, and since when they have been so."""
+    """The files of a folder (name, size, mtime), and since when they are unchanged."""
 
     files: frozenset[tuple[str, int, int]]
     unchanged_since: float
@@ -49,34 +49,34 @@ class _FolderSnapshot:
 
 @dataclass(kw_only=True)
 class CheckpointScanner:
-    """The checkpoints of a folder, at its top or in `checkpoints/`, over several scans: a trainer writes meanwhile."""
+    """Finds checkpoints in a folder or its `checkpoints/`, in repeated scans during training."""
 
     folder: Path
     settle_s: float
     snapshots: dict[Path, _FolderSnapshot] = field(default_factory=dict)
     unnumbered: set[str] = field(default_factory=set)
     unsettled: dict[str, str] = field(default_factory=dict)
-    """Pipelines that cannot be taken yet, and why."""
+    """Pipelines that may still be written, with the reason."""
     incomplete: dict[str, str] = field(default_factory=dict)
-    """Pipelines that have been quiet for long and are not whole."""
+    """Pipelines that are unchanged for `settle_s` and incomplete, with the reason."""
     unrecognized: set[str] = field(default_factory=set)
-    """Folders that have a step in their name and have been quiet for long, but hold neither kind of model."""
+    """Folders with a step in their name that are unchanged for `settle_s` but hold neither kind of model."""
 
     def scan(self) -> list[CheckpointFolder]:
-        """All that are whole, oldest step first."""
+        """Return all complete checkpoints, oldest step first."""
         found: list[CheckpointFolder] = []
         self.unsettled, self.incomplete, self.unrecognized = {}, {}, set()
         for path in sorted(self._list_folders()):
             step = parse_step(path.name)
             if step is None:
-                if path.name != "export" or not (path / EXPORT_FILE).exists():  # a run's export is one of its steps
+                if path.name != "export" or not (path / EXPORT_FILE).exists():  # an export is a copy of a checkpoint
                     self.unnumbered.add(path.name)
             elif self._is_complete(path):
                 found.append(CheckpointFolder(step=step, name=path.name, folder=path))
         return sorted(found, key=lambda each: (each.step, each.name))
 
     def _list_folders(self) -> list[Path]:
-        """Those that hold a model, as far as their names and lists say."""
+        """Return the folders that hold a model, judged by names and index files."""
         folders = []
         for top in (self.folder, self.folder / "checkpoints"):
             try:
@@ -97,7 +97,7 @@ class CheckpointScanner:
             return False
 
     def _is_complete(self, folder: Path) -> bool:
-        if (folder / COMMIT_FILE).exists():  # written last, in a folder that had no name yet
+        if (folder / COMMIT_FILE).exists():  # written last, before the folder gets its final name
             return True
         try:
             stats = {path: path.stat() for path in _walk_files(folder)}
@@ -109,14 +109,17 @@ class CheckpointScanner:
             problem = find_missing_parts(folder)
         except RefusedFileError as error:
             problem = str(error.strerror)
-        except OSError:  # removed, or renamed, while we looked
+        except OSError:  # removed or renamed during the scan
             return False
         if problem:
             self.incomplete[folder.name] = problem
         return not problem
 
     def _find_recent_change(self, folder: Path, files: frozenset[tuple[str, int, int]]) -> str:
-        """Why it may still be written: its files changed lately, by our clock or by their own times at first sight."""
+        """Return a message if the files changed recently, so that the folder may still be written.
+
+        Time counts from the first scan that saw these files, or from their mtime if that is earlier.
+        """
         now = time.monotonic()
         snapshot = self.snapshots.get(folder)
         if snapshot is None or snapshot.files != files:
@@ -126,13 +129,13 @@ class CheckpointScanner:
 
 
 def _walk_files(folder: Path) -> list[Path]:
-    """Every file, by name; folders that are links, as some trainers make, are followed."""
+    """Return every file, sorted; symlinked folders, which some trainers create, are followed."""
     walk = walk_folder(folder, max_entries=MAX_MODEL_ENTRIES)
     return sorted(Path(top) / name for top, _, names in walk for name in names)
 
 
 def find_missing_parts(folder: Path) -> str:
-    """What a checkpoint lacks by its own lists and headers; empty where it is complete.
+    """Return what a checkpoint lacks by its index files and headers; empty if it is complete.
 
     Hashes are checked on loading.
     """
@@ -157,31 +160,31 @@ def find_missing_parts(folder: Path) -> str:
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"a list of its files cannot be read ({error})"
+        return f"an index of its files cannot be read ({error})"
     return ""
 
 
 def hard_link(source: Path, target: Path) -> bool:
-    """Hard-link the files of a folder to `target`; False, with nothing left, where the file system cannot."""
+    """Hard-link the files of a folder to `target`; return False if the file system cannot."""
     return _duplicate_folder(source, target, os.link)
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """A second copy of a folder, by hard links where the file system allows."""
+    """Copy a folder, by hard links if the file system supports them."""
     if not hard_link(source, target):
         _duplicate_folder(source, target, shutil.copy2)
 
 
 def _duplicate_folder(source: Path, target: Path, copy_file: Callable[[Path, Path], object]) -> bool:
-    """All files of a folder under another name, which it gets only when all of them are there."""
+    """Copy or link all files of a folder; `target` appears only when it is complete."""
     temporary = temporary_path(target)
     temporary.mkdir(parents=True)
     try:
         for path in _walk_files(source):
             destination = temporary / path.relative_to(source)
             destination.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(path.resolve(), destination)  # a link to a file elsewhere, as in the hub's cache, is followed
-        if find_missing_parts(temporary):  # its trainer was just removing it
+            copy_file(path.resolve(), destination)  # follows symlinks, as in the hub's cache
+        if find_missing_parts(temporary):  # its trainer is removing it
             raise FileNotFoundError(errno.ENOENT, "it is being removed", str(source))
         publish_folder(temporary, target, "checkpoint_copy")
     except OSError as error:
@@ -193,7 +196,7 @@ def _duplicate_folder(source: Path, target: Path, copy_file: Callable[[Path, Pat
 
 
 def clean_up(folder: Path) -> None:
-    """Remove folders that a killed call was still making or removing; the last two endings are of earlier versions."""
+    """Remove temporary folders of a killed call; two of the suffixes are of earlier versions."""
     for ending in (".tmp", ".removing", ".incoming"):
         for leftover in [*folder.glob(f".*{ending}"), *folder.glob(f"*/.*{ending}")]:
             if leftover.is_dir():

@@ -1,6 +1,6 @@
 """Scores of checkpoints: read them, find the best, write metrics.jsonl and metrics.png.
 
-The evaluation.json of each step is the source; the other files are made from them anew every time.
+The evaluation.json of each step is the source; the other files are rebuilt from it every time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METRIC_KEYS = ("name", "value", "std", "better", "few")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointScore:
-    """The numbers of one checkpoint, by metric."""
+    """The scores of one checkpoint, by metric."""
 
     step: int
     checkpoint: str
@@ -42,56 +42,56 @@ class CheckpointScore:
 
 
 def read_scores(folder: Path) -> list[CheckpointScore]:
-    """All steps that have their evaluation, by step."""
+    """Read the scores of all evaluated steps, ordered by step."""
     found = []
     for path in sorted(folder.glob(f"step_*/{EVALUATION_FILE}")):
         if re.fullmatch(r"step_\d+", path.parent.name):
             try:
                 value = read_json_with_digest(path)
             except InputError as error:
-                action = "delete it, and the step is scored again if its checkpoint is still there"
+                action = "delete it; the step is scored again if its checkpoint still exists"
                 raise InputError(error.found, error.expected, action) from error
             found.append(CheckpointScore(step=value["step"], checkpoint=value["checkpoint"], metrics=value["metrics"]))
     return sorted(found, key=lambda score: score.step)
 
 
 def find_evaluation_problem(evaluation: Any) -> str:
-    """Why an evaluation cannot be a score; empty where it can."""
+    """Return why an evaluation has no usable scores; empty if it has."""
     metrics = evaluation.get("metrics") if isinstance(evaluation, dict) else None
     if not isinstance(metrics, dict) or not metrics:
-        return "the evaluation holds no numbers"
+        return "the evaluation has no metrics"
     for name, entry in metrics.items():
         value = entry.get("value") if isinstance(entry, dict) else None
         if not isinstance(value, int | float) or not math.isfinite(value):
-            return f"the evaluation says {name} is {value}"
+            return f"the evaluation has no finite value for {name}: {value}"
     return ""
 
 
 def best_score(scores: Sequence[CheckpointScore], metric: str) -> CheckpointScore:
-    """The earliest of those whose number nothing beats."""
+    """Return the best checkpoint by this metric, the earliest of equal ones."""
     sign = -1 if best_direction(metric, scores[-1].metrics[metric].get("better")) == "highest" else 1
     return min(scores, key=lambda score: (sign * score.value(metric), score.step))
 
 
 def deciding_metric(score: CheckpointScore, best_by: str) -> str:
-    """The metric that decides: the one that was asked for, or the first."""
+    """The metric that decides which checkpoint is best: `best_by`, or the first."""
     if best_by and best_by not in score.metrics:
         raise InputError(
             f"--best_by {best_by}, and the evaluation has {', '.join(score.metrics)}",
-            "one of these numbers",
-            "choose one of them, or ask for it by --metrics in another --output_dir",
+            "one of these scores",
+            "choose one of them, or add it to --metrics in another --output_dir",
         )
     return best_by or next(iter(score.metrics))
 
 
 def reference_hashes(score: CheckpointScore) -> set[str]:
-    """The hashes of what the numbers were compared with."""
+    """The hashes of the references of the scores."""
     found = {str(entry.get("reference_hash") or "") for entry in score.metrics.values()}
     return found - {""}
 
 
 def format_score(score: CheckpointScore, scores: Sequence[CheckpointScore], metric: str) -> str:
-    """step 500: FD-streets 31.2 (best 29.8 at 400), KID-streets 0.0123"""
+    """Format as `step 500: FD-streets 31.2 (best 29.8 at 400), KID-streets 0.0123`."""
     best = best_score(scores, metric)
     if best.step == score.step:
         comparison = "the best so far" if len(scores) > 1 else "the first"
@@ -106,7 +106,7 @@ def format_score(score: CheckpointScore, scores: Sequence[CheckpointScore], metr
 
 
 def write_metrics(folder: Path, scores: Sequence[CheckpointScore], title: str) -> None:
-    """metrics.jsonl and metrics.png."""
+    """Write metrics.jsonl and metrics.png."""
     rows = [
         {"step": score.step, "checkpoint": score.checkpoint, "metric": metric}
         | {key: entry[key] for key in METRIC_KEYS if key in entry}
@@ -120,7 +120,7 @@ def write_metrics(folder: Path, scores: Sequence[CheckpointScore], title: str) -
 
 
 def write_grid(images_folder: Path, path: Path) -> None:
-    """The first images of a `halation generate` with their prompts."""
+    """Write a grid of the first generated images with their prompts."""
     with open(images_folder / METADATA_FILE, "rb") as file:
         rows = [json.loads(line) for line in itertools.islice(file, NUM_GRID_IMAGES)]
     shown = [read_png(images_folder / row["file_name"])[0] for row in rows]

@@ -29,11 +29,14 @@ IMAGE_SETTINGS = (
     *("watched", "prompts", "num_samples", "seed_start", "num_inference_steps", "guidance_scale", "height", "width"),
     *("batch_size", "dtype", "raw"),
 )
-"""Settings that decide the images: half a set of them is of no use after a change."""
+"""Settings that decide the images: after a change, incomplete sets of images are removed."""
 
 
 def run(config: WatchConfig) -> int:
-    """Watch until a signal, or with --once until every checkpoint is scored; 0 only if nothing failed."""
+    """Watch until a signal, or with --once until every checkpoint is scored.
+
+    Returns 0 only if no checkpoint failed.
+    """
     config = resolve_config(config)
     prompts = load_prompts(config)
     assert config.output_dir is not None
@@ -48,11 +51,11 @@ def run(config: WatchConfig) -> int:
         return CheckpointWatcher(config, config.output_dir, progress, signals, prompts_name, monitor).run()
 
 
-# -- before
+# -- setup
 
 
 def resolve_config(config: WatchConfig) -> WatchConfig:
-    """The config with what the watched folder decides written out, or an error for what can be refused at once."""
+    """Check the settings, and fill in those that the watched folder decides."""
     check_settings(config)
     if launcher.is_launched():
         raise InputError(
@@ -65,14 +68,14 @@ def resolve_config(config: WatchConfig) -> WatchConfig:
         what = "is a file" if config.run.exists() else "does not exist"
         action = "check it"
         if bundled_folder(config.run):
-            what = "is a model of the package, which never changes"
+            what = "is a bundled model, which never changes"
             action = f"score it once: halation evaluate --model_path {config.run} --prompts FILE"
-        raise InputError(f"{config.run} {what}", "a Halation run, or a folder that checkpoints come to", action)
+        raise InputError(f"{config.run} {what}", "a Halation run, or a folder of checkpoints", action)
     watched = config.run.resolve()
     output = config.output_dir or config.run / "watch"
     if output.resolve() in (watched, watched / "checkpoints"):
         raise InputError(
-            f"--output_dir {output} is the folder that is watched", "a folder of its own", "leave --output_dir out"
+            f"--output_dir {output} is the folder that is watched", "a separate folder", "leave --output_dir out"
         )
     reference = config.reference or _find_training_data(watched)
     check_reference(EvaluateConfig(reference=reference), ())
@@ -80,7 +83,7 @@ def resolve_config(config: WatchConfig) -> WatchConfig:
 
 
 def _find_training_data(watched: Path) -> tuple[str, ...]:
-    """The data of a Halation run, which is what its images should look like."""
+    """The training data of a Halation run, as the default reference."""
     if (watched / runs.CONFIG_FILE).is_file():
         record = runs.read_json_with_digest(watched / runs.CONFIG_FILE)
         settings = (
@@ -91,12 +94,12 @@ def _find_training_data(watched: Path) -> tuple[str, ...]:
     raise InputError(
         "no --reference",
         "real images to compare with",
-        "give --reference FOLDER, streets, or saved statistics; only a Halation run says itself what it was trained on",
+        "give --reference FOLDER, streets, or saved statistics; only a Halation run records its training data",
     )
 
 
 def load_prompts(config: WatchConfig) -> PromptFile:
-    """The given prompts, or the captions of the reference; unusable ones are refused now, not at each checkpoint."""
+    """Load the prompts, or the captions of the reference; raise now if they are invalid."""
     if config.prompts:
         prompts = PromptFile.open(config.prompts)
     else:
@@ -118,7 +121,7 @@ def _read_captions(config: WatchConfig) -> list[str]:
     reference = config.reference[0]
     if reference == "streets":
         return [caption(scene("heldout", index)) for index in range(config.num_samples or config.num_reference)]
-    why = "it is no folder"
+    why = "it is not a folder"
     if Path(reference).is_dir():
         try:
             listing = read_folder(Path(reference))
@@ -127,16 +130,16 @@ def _read_captions(config: WatchConfig) -> list[str]:
             why = error.found
     raise InputError(
         f"no --prompts, and no captions in the reference {reference} ({why})",
-        "prompts to draw",
+        "prompts to generate",
         "give --prompts FILE (csv, txt, jsonl, parquet), or a reference with captions",
     )
 
 
 def prepare_output_dir(config: WatchConfig, folder: Path, prompts: PromptFile) -> None:
-    """Recognise the folder or begin it; numbers of other settings must not stand on one line."""
+    """Create or resume the folder; scores of other settings must not be mixed."""
     record = RunFolder(folder)
     previous = runs.read_record(record)["fixed"] if record.config.exists() else {}
-    # As seen from here, so that a run may be moved together with what was found out about it.
+    # A relative path, so that a run can be moved together with its watch.
     watched = os.path.relpath(config.run.resolve(), folder.resolve())
     settings = {"watched": watched, "prompts": prompts.sha256, **fixed_settings(config)}
     has_scores = bool(checkpoint_scores.read_scores(folder))

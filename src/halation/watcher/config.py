@@ -18,85 +18,85 @@ ScoreName = Literal["", "fid", "kid", "fd", "is", "precision", "recall", "densit
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Follow a folder of checkpoints: draw images from each new one, score them, keep the best.
+    """Watch a folder of checkpoints: generate from each new one, score it, keep the best.
 
-    The checkpoints are those of a Halation run, or diffusers pipelines that any trainer writes. The scores are plotted.
-    Stop it at any time; the same command goes on.
+    The checkpoints are those of a Halation run, or diffusers pipelines of any trainer. The scores are plotted. The
+    command can be stopped at any time; the same command resumes it.
     """
 
-    # -- what is watched
+    # -- checkpoints
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|DIR")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
     )
     """A Halation run, or a folder of diffusers pipelines (subfolders with model_index.json; the last number in a name
     is the step)."""
     output_dir: Path | None = free_setting(None)
-    """Folder for images, scores and the best checkpoint; by default `watch` in the folder that is watched."""
+    """Folder for images, scores and the best checkpoint; by default `watch` in the watched folder."""
     every: int = free_setting(1, low=1, high=10**9)
-    """Score only steps that this number divides."""
+    """Score only steps that are multiples of this number."""
     min_step: int = free_setting(0, low=0, high=10**12)
-    """Score no step before this one."""
+    """Skip steps before this one."""
     once: bool = free_setting(False)
-    """Score what is there, then end; exit code 1 if a checkpoint failed."""
+    """Score the existing checkpoints, then exit; exit code 1 if a checkpoint failed."""
     poll_s: float = free_setting(30.0, low=ABOVE_ZERO)
-    """Seconds between two looks at the folder."""
+    """Seconds between scans of the folder."""
     settle_s: float = free_setting(60.0, low=0)
-    """Take a pipeline only when its files have not changed for so long. Halation's own checkpoints say themselves that
-    they are whole."""
+    """Seconds that the files of a pipeline must be unchanged before it is scored. Checkpoints of Halation need no
+    delay: COMMIT.json marks them as complete."""
 
-    # -- what is drawn
+    # -- images
     prompts: str = free_setting("")
     """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
     captions."""
     num_samples: int = setting(0, low=0, high=10**12)
-    """Draw the first so many prompts; 0 is all, which for `streets` is as many as --num_reference."""
+    """Generate only this many prompts, the first ones; 0 is all, which for `streets` is --num_reference."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
-    """Image k is drawn from seed seed_start + k at every checkpoint, so checkpoints compare."""
+    """Image k uses seed seed_start + k at every checkpoint, so that checkpoints can be compared."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10**9)
-    """Denoising steps; by default 20, or those a student was distilled to draw in."""
+    """Denoising steps; by default 20, or the steps of a distilled student."""
     guidance_scale: MaybeFloat = setting(None, low=0)
-    """Classifier-free guidance; by default 7.5, or what a Halation run used."""
+    """Classifier-free guidance; by default 7.5, or the scale of the Halation run."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default 480, or the size a Halation model was made for."""
+    """Height in pixels; by default 480, or the native size of a Halation model."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default 832, or the size a Halation model was made for."""
+    """Width in pixels; by default 832, or the native size of a Halation model."""
     batch_size: int = setting(4, low=1, high=10**9)
-    """Images a model draws at once. It is part of the images' bits."""
+    """Images in a batch. It affects the rounding of the images."""
     dtype: Literal["", "bf16", "fp16", "fp32"] = setting("")
-    """Precision of the drawing; by default bf16 on a GPU and fp32 on a CPU."""
+    """Precision of the model; by default bf16 on a GPU and fp32 on a CPU."""
     raw: bool = setting(False)
-    """For Halation checkpoints: draw from the weights as they are instead of their average."""
+    """For Halation checkpoints: use the raw weights instead of the EMA."""
 
-    # -- how it is scored
+    # -- scores
     reference: tuple[str, ...] = setting(())
-    """Real images: a folder, `streets`, or saved statistics; by default what a Halation run was trained on."""
+    """Real images: a folder, `streets`, or saved statistics; by default the training data of a Halation run."""
     num_reference: int = setting(5000, low=1, high=10**9)
-    """Validation scenes that the reference `streets` stands for."""
+    """Number of validation scenes in the reference `streets`."""
     metrics: tuple[Metric, ...] = setting(())
-    """fid, kid, is, fd, prdc, clip, agreement; by default what `halation evaluate` takes for this extractor."""
+    """fid, kid, is, fd, prdc, clip, agreement; by default those of `halation evaluate` for this extractor."""
     extractor: str = setting("")
-    """Features of fd, kid and prdc: inception, dinov2, clip, streets, or a folder; by default inception, or streets
-    where the reference is that."""
+    """Extractor for fd, kid and prdc: inception, dinov2, clip, streets, or a folder; by default streets for the
+    reference `streets`, else inception."""
     weights: str = setting("")
-    """File, folder or hub name of the extractor's weights, instead of the usual ones."""
+    """File, folder or hub name of the extractor's weights, instead of the default ones."""
     clip_model: str = setting("")
     """CLIP model of the CLIP score: folder or hub name."""
     resize: Literal["clean", "tf", "torch"] = setting("clean")
-    """How images are brought to the extractor's size: as clean-fid, as TensorFlow 1, or as pytorch-fid."""
+    """How images are resized for the extractor: as in clean-fid, TensorFlow 1 or pytorch-fid."""
     allow_few: bool = setting(False)
-    """Score fewer images than a metric can bear; such numbers are marked."""
+    """Compute metrics on too few images; such scores are flagged `few`."""
     best_by: ScoreName = free_setting("")
-    """The number that decides which checkpoint is best; by default the first one."""
+    """The score that decides which checkpoint is best; by default the first one."""
     images: Literal["all", "best", "none"] = free_setting("all")
-    """Whose images stay after scoring; a grid of the first 16 always does."""
+    """Which images to keep after scoring; a grid of the first 16 is always kept."""
 
     # -- processes
     gpu_ids: tuple[int, ...] = free_setting(())
-    """GPUs to use, as torch counts them within CUDA_VISIBLE_DEVICES; by default all."""
+    """GPUs to use, numbered as torch does within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free_setting(0, low=0, high=10**12)
-    """Processes that draw, and that score; 0 is one for each GPU."""
+    """Processes for generating and for scoring; 0 is one per GPU."""
     accept_changes: bool = free_setting(False)
-    """Go on in a folder that was begun with other settings; the change is recorded, and earlier numbers stay."""
+    """Continue in a folder that was created with other settings; the change is recorded, and earlier scores stay."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
     """auto shows a live line on a terminal and lines elsewhere."""
 
@@ -111,6 +111,6 @@ class WatchConfig:
 
 
 def _scores(config: WatchConfig) -> list[str]:
-    """The numbers that --metrics stands for."""
+    """The scores that --metrics produce."""
     prdc = ("precision", "recall", "density", "coverage")
     return [name for metric in config.metrics for name in (prdc if metric == "prdc" else (metric,))]

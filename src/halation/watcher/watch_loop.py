@@ -1,6 +1,6 @@
 """The loop of `halation watch`: generate from each checkpoint, score it, keep the best.
 
-Both are commands of their own, so that a crash or the GPU memory of one checkpoint never harms the next.
+Both run as separate processes, so that a crash or the GPU memory of one checkpoint does not affect the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED_FOLDER, FEATURES_FOLDER = (
 
 
 class ScoringError(Exception):
-    """A checkpoint could not be drawn from or scored; the next one may."""
+    """Generating from a checkpoint or scoring it failed; the watch continues with the next."""
 
     def __init__(self, phase: str, returncode: int, reason: str) -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class ScoringError(Exception):
 
 @dataclass(kw_only=True)
 class WatchState:
-    """What this call has seen of checkpoints that have no score."""
+    """State of this call about checkpoints without a score."""
 
     waiting: set[str] = field(default_factory=set)
     tries: dict[str, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class WatchState:
 
 
 class CheckpointWatcher:
-    """One call on a held folder."""
+    """The watch loop, on a locked output folder."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class CheckpointWatcher:
             else:
                 self._wait_for_next_scan()
         raise Interrupted(
-            f"stopped with {len(self.list_waiting())} checkpoints waiting; the same command goes on",
+            f"stopped with {len(self.list_waiting())} checkpoints waiting; run the same command to resume",
             exit_code(self.signals.number),
         )
 
     def _check_evaluation(self) -> None:
         """Validate the evaluation settings once, before waiting for the first checkpoint."""
-        self.progress.show_status("looking at the reference and the extractors")
+        self.progress.show_status("checking the reference and the extractors")
         arguments = ["evaluate", "--check", "--prompts", str(self.prompts), *_format_flags(self.config, "num_samples")]
         result = run_command(
             [*arguments, *self._metric_arguments()],
@@ -109,18 +109,18 @@ class CheckpointWatcher:
             raise _command_error(result.output_tail, result.returncode)
 
     def _restore(self) -> None:
-        """Read the failures of an earlier call; they are tried again, since their cause may be fixed."""
+        """Read the failures of an earlier call; they are retried, because the cause may be fixed."""
         if (self.folder / FAILED_FILE).exists():
             self.failures = runs.read_json_with_digest(self.folder / FAILED_FILE)
         runs.remove_temporaries(self.folder)
         checkpoint_scanner.clean_up(self.folder)
 
     def list_waiting(self) -> list[CheckpointFolder]:
-        """Whole checkpoints without a score, the oldest first, after them those that failed once."""
+        """Complete checkpoints without a score: oldest first, then those that failed once."""
         found = {each.name: each for each in self.scanner.scan()}
         for pin in sorted((self.folder / PINNED_FOLDER).glob("[!.]*")):
             step = checkpoint_scanner.parse_step(pin.name)
-            if step is not None:  # it was being scored when this was stopped
+            if step is not None:  # the command was stopped while scoring it
                 found[pin.name] = CheckpointFolder(step=step, name=pin.name, folder=pin)
         self._warn_skipped(found)
         scored = {score.step: score.checkpoint for score in self.scores}
@@ -129,7 +129,7 @@ class CheckpointWatcher:
             if each.step in scored:
                 if scored[each.step] != each.name:
                     self._warn_once(
-                        f"{each.name} is left out: step {each.step} was scored from {scored[each.step]} already"
+                        f"skipping {each.name}: step {each.step} was already scored from {scored[each.step]}"
                     )
             elif self._is_wanted(each) and self.state.tries.get(each.name, 0) < MAX_TRIES:
                 unscored.append(each)
@@ -141,14 +141,14 @@ class CheckpointWatcher:
 
     def _warn_skipped(self, found: dict[str, CheckpointFolder]) -> None:
         for name in sorted(self.state.waiting - found.keys()):
-            self.progress.show_event("warning", f"{name} was removed before its turn came; it is skipped")
+            self.progress.show_event("warning", f"{name} was removed before it was scored; skipping it")
         for name in sorted(self.scanner.unnumbered):
-            self._warn_once(f"{name} is left out: there is no number in its name that could be a step")
+            self._warn_once(f"skipping {name}: its name has no number that could be a step")
         if not found:
             for name in sorted(self.scanner.unrecognized):
-                self._warn_once(f"{name} is left out: it holds no model_index.json, so it is no pipeline")
+                self._warn_once(f"skipping {name}: it has no model_index.json, so it is not a pipeline")
         for name, problem in self.scanner.incomplete.items():
-            self._warn_once(f"{name} is not whole and does not change any more: {problem}")
+            self._warn_once(f"{name} is incomplete and no longer changes: {problem}")
 
     def _warn_once(self, text: str) -> None:
         if text not in self.state.shown_warnings:
@@ -156,11 +156,11 @@ class CheckpointWatcher:
             self.progress.show_event("warning", text)
 
     def score_next(self, waiting: list[CheckpointFolder]) -> None:
-        """Score the first of them; what goes wrong with it is remembered, and the others go on."""
+        """Score the first waiting checkpoint; a failure is recorded and does not stop the watch."""
         checkpoint = waiting[0]
-        self.state.waiting.discard(checkpoint.name)  # its turn has come, whatever happens to its folder now
+        self.state.waiting.discard(checkpoint.name)  # no warning if its folder is removed from now on
         if len(waiting) > 1:
-            self.progress.show_event("message", f"{len(waiting)} checkpoints wait; the oldest first")
+            self.progress.show_event("message", f"{len(waiting)} checkpoints waiting; scoring the oldest first")
         try:
             self.score_checkpoint(checkpoint)
         except ScoringError as error:
@@ -168,9 +168,7 @@ class CheckpointWatcher:
             if checkpoint.folder.exists() or (self.folder / PINNED_FOLDER / checkpoint.name).exists():
                 self._handle_failure(checkpoint, error)
             else:
-                self.progress.show_event(
-                    "warning", f"{checkpoint.name} was removed before it was scored; it is skipped"
-                )
+                self.progress.show_event("warning", f"{checkpoint.name} was removed before it was scored; skipping it")
         else:
             self.update_results()
             score = next(each for each in self.scores if each.step == checkpoint.step)
@@ -185,7 +183,7 @@ class CheckpointWatcher:
             )
 
     def score_checkpoint(self, checkpoint: CheckpointFolder) -> None:
-        """Images, numbers, a grid; the evaluation file comes last and says that the step is done."""
+        """Generate images, score them, write a grid; evaluation.json completes the step."""
         step_folder = checkpoint_scores.step_folder(self.folder, checkpoint.step)
         step_folder.mkdir(exist_ok=True)
         model, images_folder, scores_file = (
@@ -206,7 +204,7 @@ class CheckpointWatcher:
         scores_file.unlink()
 
     def _pin_checkpoint(self, checkpoint: CheckpointFolder) -> Path:
-        """Hard links that outlive the checkpoint if its trainer removes it; itself where links are not possible."""
+        """Hard-link the checkpoint, in case its trainer removes it; return the folder to use."""
         pin = self.folder / PINNED_FOLDER / checkpoint.name
         try:
             if pin.exists() or checkpoint_scanner.hard_link(checkpoint.folder, pin):
@@ -253,14 +251,14 @@ class CheckpointWatcher:
         ]
 
     def _metric_arguments(self) -> list[str]:
-        """What an evaluation compares, and how."""
+        """Flags for the reference, metrics and extractor of an evaluation."""
         config = self.config
         arguments = _format_flags(config, "reference", "num_reference", "resize")
         arguments += _format_flags(config, *_non_empty_names(config, "metrics", "extractor", "weights", "clip_model"))
         return [*arguments, *(["--allow_few"] if config.allow_few else [])]
 
     def _remove_unused_features(self) -> None:
-        """Keep the features of the reference, which came with the first scoring; those of images are used once."""
+        """Keep only the features of the reference; those of images are used once."""
         there = set((self.folder / FEATURES_FOLDER).glob("*"))
         if self.state.reference_features is None:
             self.state.reference_features = there
@@ -269,10 +267,10 @@ class CheckpointWatcher:
 
     def _handle_failure(self, checkpoint: CheckpointFolder, error: ScoringError) -> None:
         if error.phase == "scoring" and error.returncode == InputError.exit_code and not self.scores:
-            # What is refused of the first one would be refused of all.
+            # An input error at the first checkpoint would occur at all of them.
             raise _command_error(error.reason, error.returncode)
         tries = self.state.tries[checkpoint.name] = self.state.tries.get(checkpoint.name, 0) + 1
-        again = "it is tried once more" if tries < MAX_TRIES else "it is left out"
+        again = "retrying once" if tries < MAX_TRIES else "skipping it"
         self.progress.show_event("warning", f"step {checkpoint.step}: {error.phase} failed, {again}:\n{error.reason}")
         self._record_failure(checkpoint.name, checkpoint.step, tries, error)
         if tries == MAX_TRIES:
@@ -291,7 +289,7 @@ class CheckpointWatcher:
         runs.write_json_with_digest(self.folder / FAILED_FILE, self.failures)
 
     def _wait_for_next_scan(self) -> None:
-        """Wait for the next look; a signal ends it."""
+        """Wait until the next scan or a signal."""
         unsettled = "".join(f", {name} ({why})" for name, why in self.scanner.unsettled.items())
         self.progress.show_status(f"waiting for checkpoints in {self.config.run}", unsettled.removeprefix(", "))
         end = time.monotonic() + self.config.poll_s
@@ -299,10 +297,10 @@ class CheckpointWatcher:
             self.monitor.check()
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
-    # -- after
+    # -- results
 
     def update_results(self) -> None:
-        """Update all files made from the evaluations; they are also updated at the start, after a kill."""
+        """Update all files derived from the evaluations; also called at the start, after a kill."""
         self.scores = checkpoint_scores.read_scores(self.folder)
         if not self.scores:
             return
@@ -320,7 +318,7 @@ class CheckpointWatcher:
             runs.write_json_with_digest(self.folder / FAILED_FILE, self.failures)
 
     def _find_best(self) -> tuple[str, checkpoint_scores.CheckpointScore]:
-        """The metric that decides, and the best checkpoint by it."""
+        """Return the deciding metric and the best checkpoint by it."""
         metric = checkpoint_scores.deciding_metric(self.scores[-1], self.config.best_by)
         return metric, checkpoint_scores.best_score([each for each in self.scores if metric in each.metrics], metric)
 
@@ -334,7 +332,10 @@ class CheckpointWatcher:
                 )
 
     def _update_best_checkpoint(self, best: checkpoint_scores.CheckpointScore) -> None:
-        """best_checkpoint/ is the best one's files, and `best` its name: written after them and taken away before."""
+        """Update best_checkpoint/ and `best`, the file with its name.
+
+        `best` is removed before best_checkpoint/ is replaced, and written after it.
+        """
         best_folder, best_file = self.folder / BEST_FOLDER, self.folder / BEST_FILE
         if best_folder.exists() and best_file.exists() and best_file.read_text().strip() == best.checkpoint:
             return
@@ -344,7 +345,7 @@ class CheckpointWatcher:
         try:
             checkpoint_scanner.copy_checkpoint(source or self.config.run / best.checkpoint, incoming)
         except FileNotFoundError:
-            self._warn_once(f"{best.checkpoint} is the best, but it was removed: {best_folder} cannot hold it")
+            self._warn_once(f"{best.checkpoint} is the best, but it was removed: cannot copy it to {best_folder}")
             return
         best_file.unlink(missing_ok=True)
         runs.publish_folder(incoming, best_folder, "best_checkpoint")
@@ -377,7 +378,7 @@ class CheckpointWatcher:
 
 
 def _command_error(message: str, code: int) -> HalationError:
-    """What another command said, as our own error."""
+    """Wrap the error message of a subprocess in an error of this command."""
     failure = HalationError(message.removeprefix("halation: "))
     if code == InputError.exit_code:
         failure.exit_code = InputError.exit_code
@@ -389,7 +390,7 @@ def _non_empty_names(config: WatchConfig, *names: str) -> list[str]:
 
 
 def _format_flags(config: WatchConfig, *names: str) -> list[str]:
-    """Settings as the flags of the same name of another command."""
+    """Format settings as flags of the same name for another command."""
     arguments = []
     for name in names:
         value = getattr(config, name)
