@@ -100,7 +100,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_of_them_was_asked(ranks: RankPo
     assert ranks.run(3, train_asked, config, {2: ("stop", "sample")}) == [(3, words, 130)] * 3
     assert answers(run) == [("sample", 3, ""), ("stop", 3, "")]
     assert saved_steps(run) == drawn_steps(run) == [3], "the stop comes last"
-    assert "stop, requested by `halation ctl`, is taken at step 3" in run_folders.log_of(run, 0)
+    assert "stop, requested by `halation ctl`, is accepted at step 3" in run_folders.log_of(run, 0)
     assert not (run / control_requests.CONTROL_FOLDER).exists()
 
 

@@ -203,7 +203,7 @@ class ControlInbox:
         for row in rows:
             reason = refused.get(row["action"], "")
             self.requested_by[row["action"]] = str(row["by"])
-            what = f"not done at step {step}: {reason}" if reason else f"taken at step {step}"
+            what = f"not done at step {step}: {reason}" if reason else f"accepted at step {step}"
             log.warning("%s, requested by %s, is %s", row["action"], row["by"], what)
             response = {name: row[name] for name in ("action", "id", "by")} | {"step": step, "time": time.time()}
             try:
