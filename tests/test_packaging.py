@@ -17,6 +17,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
 import halation
 from halation.models.model_folder import FOLDER, bundled_names
@@ -188,3 +189,12 @@ def test_a_source_archive_holds_what_a_wheel_is_made_of(source: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in wanted()} <= names
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_a_citation_says_what_the_package_says() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation.keys() >= {"message", "title", "authors"}, "what the format asks for"
+    assert citation["version"] == halation.__version__
+    assert citation["license"] == "Apache-2.0"
+    assert citation["authors"] == [{"name": "Halation contributors"}]

@@ -1,10 +1,9 @@
-"""The scripts and manifests that the page on clusters shows for generation: run where that is possible, else read and checked."""
+"""Scripts on the cluster page run under a stand-in for srun; its Kubernetes manifests are checked."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from halation.cli import parse
+from support.docs import manifest_commands
 
 pytestmark = pytest.mark.ranks
 
@@ -25,10 +25,11 @@ SCRIPTS = [script for script in re.findall(r"```bash\n(#!.*?)```", PAGE, re.DOTA
 MANIFESTS = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for part in yaml.safe_load_all(block)]
 SMALL = "--model_path testcard:0.1 --height 32 --width 32 --batch_size 1 --nproc 1"
 
-# What srun does, as far as a task can tell: two tasks on two nodes, the step's variables, a bad exit code where one had it.
+# A stand-in for srun: two tasks on two nodes with the variables of a step; fails if one of them fails.
 SRUN = """#!/bin/bash
 for task in 0 1; do
-    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" &
+    export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)"
+    SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" &
     pids="$pids $!"
 done
 code=0
@@ -80,19 +81,6 @@ def test_the_schedulers_warning_ends_the_one_node_script_early_and_asks_for_anot
     assert 0 < drawn(tmp_path) < 400
 
 
-def commands(manifest: Any) -> Iterator[list[str]]:
-    """Everything in a manifest that is a command of ours."""
-    if isinstance(manifest, dict):
-        if isinstance(manifest.get("command"), list):
-            yield manifest["command"]
-        if isinstance(manifest.get("entrypoint"), str):
-            yield shlex.split(manifest["entrypoint"])
-        manifest = list(manifest.values())
-    if isinstance(manifest, list):
-        for part in manifest:
-            yield from commands(part)
-
-
 def pods(manifest: Any) -> Iterator[dict[str, Any]]:
     if isinstance(manifest, dict):
         if "containers" in manifest:
@@ -106,7 +94,7 @@ def pods(manifest: Any) -> Iterator[dict[str, Any]]:
 def test_the_commands_of_the_manifests_are_ours_and_lie_on_what_is_mounted() -> None:
     claims = {manifest["metadata"]["name"] for manifest in MANIFESTS if manifest["kind"] == "PersistentVolumeClaim"}
     for manifest, cluster in ((MANIFESTS[0], "files"), (MANIFESTS[2], "auto")):
-        (command,) = commands(manifest)
+        (command,) = manifest_commands(manifest)
         assert command[:2] == ["halation", "generate"]
         config = parse("generate", command[2:])
         assert config.cluster == cluster
@@ -121,7 +109,7 @@ def test_the_commands_of_the_manifests_are_ours_and_lie_on_what_is_mounted() -> 
 
 def test_the_ray_job_asks_for_as_many_workers_as_its_nodes_have_gpus() -> None:
     spec = MANIFESTS[2]["spec"]
-    (command,) = commands(MANIFESTS[2])
+    (command,) = manifest_commands(MANIFESTS[2])
     num_gpus = sum(
         group["replicas"] * box["resources"]["limits"]["nvidia.com/gpu"]
         for group in spec["rayClusterSpec"]["workerGroupSpecs"]
