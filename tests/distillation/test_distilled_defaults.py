@@ -24,7 +24,7 @@ from halation.images.png_codec import read_png
 from halation.models.model_path_resolver import DEFAULT_STEPS, resolve_model
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
-from support import tiny_pipelines
+from support import tiny_models
 
 SAMPLING: dict[str, Any] = {
     **{"sampler": "own", "height": 32, "width": 32, "guidance_scale": 1.0, "prompts": ["cat"], "steps": 4, "seed": 0},
@@ -103,7 +103,7 @@ def test_a_distilled_run_its_samples_and_its_export_draw_the_same_without_being_
     prompts.write_text("\n".join(PROMPTS) + "\n")
     shape = written(tmp_path / "student.json", {"depth": 2, "width": None})
     config = DistillConfig(
-        **{"output_dir": run, "teacher_path": str(tiny_pipelines.built(family)), "student_config": str(shape)},
+        **{"output_dir": run, "teacher_path": str(tiny_models.built(family)), "student_config": str(shape)},
         **{"data_path": str(prompts), "objective": "trajectory", "student_steps": 2, "teacher_steps": 4},
         **{"teacher_states": 2, "image_size": (32, 32), "n_steps": 1, "batch_size": 1, "sample_prompts": PROMPTS},
         **{"sample_batch_size": 1, "sample_seed": 7, "nproc": 1, "progress": "none", "report_to": ()},

@@ -17,7 +17,7 @@ from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch, SampleSpec
-from support import rank_jobs
+from support import rank_functions
 from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -73,7 +73,7 @@ def test_a_distilled_student_is_nearer_to_its_teachers_images_than_its_first_wei
     common = {"batch_size": 16, "sample": False, "ema_decay": 0.9, "betas": (0.9, 0.95)}
     learning = {**common, "n_steps": 30, "lr": 3e-3, "warmup_steps": 5, "decay_steps": 25, "max_images": 240}
     longer = learning | {"n_steps": 60, "decay_steps": 55}
-    ranks.run(1, rank_jobs.train, rank_jobs.small_config(tmp_path / "teacher", **longer))
+    ranks.run(1, rank_functions.train, rank_functions.small_config(tmp_path / "teacher", **longer))
     (tmp_path / "student.json").write_text(json.dumps(SHAPE))
     config = DistillConfig(
         teacher_path=str(tmp_path / "teacher"),
@@ -86,10 +86,12 @@ def test_a_distilled_student_is_nearer_to_its_teachers_images_than_its_first_wei
         report_to=("none",),
         **learning,  # type: ignore[arg-type]
     )
-    ranks.run(1, rank_jobs.distill, distill.resolve_config(config))
+    ranks.run(1, rank_functions.distill, distill.resolve_config(config))
     first = random_copy(tmp_path / "distilled", config.seed, tmp_path / "first")
-    own = rank_jobs.small_config(tmp_path / "scratch", **learning, model=str(first), patch_size=0, validation_images=0)
-    ranks.run(1, rank_jobs.train, own)
+    own = rank_functions.small_config(
+        tmp_path / "scratch", **learning, model=str(first), patch_size=0, validation_images=0
+    )
+    ranks.run(1, rank_functions.train, own)
 
     teacher = load_denoiser(tmp_path / "teacher", raw=False)
     assert isinstance(teacher, DiTDenoiser)

@@ -27,7 +27,7 @@ import pytest
 from PIL import Image
 
 import halation as halation_package
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import finish, halation, train
 
 CANARY = "canary-5b1f"
@@ -101,7 +101,7 @@ def committed(folder: Path) -> Path:
     }
     commit["seal"] = hashlib.sha256(json.dumps(commit, sort_keys=True).encode()).hexdigest()
     (folder / "COMMIT.json").write_text(json.dumps(commit))
-    assert checker.problem(folder) is None
+    assert run_readers.checkpoint_problem(folder) is None
     return folder
 
 
@@ -189,7 +189,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_
     checkpoints = tmp_path / "run" / "checkpoints"
     words = train(tmp_path / "run", nproc=1, n_steps=2, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    wanted = checker.bits(checkpoints / "step_0000002")
+    wanted = run_readers.checkpoint_digests(checkpoints / "step_0000002")
     for state in checkpoints.glob("step_*/state.json"):
         state.write_text("{}")
     before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
@@ -203,7 +203,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_
     assert commands.last_step(tmp_path / "run") == 2, "what was learned is still told"
     assert finish(halation([*words, "--restart"]), tmp_path / "fourth") == 0, (tmp_path / "fourth").read_text()
     assert "starting over at step 0" in (tmp_path / "run" / "logs" / "train.log").read_text()
-    assert checker.bits(checkpoints / "step_0000002") == wanted
+    assert run_readers.checkpoint_digests(checkpoints / "step_0000002") == wanted
     assert len(list(checkpoints.glob("damaged_step_*"))) == 2
     assert finish(halation([*words, "--restart"]), tmp_path / "fifth") == 0
     assert (tmp_path / "run" / "logs" / "train.log").read_text().count("starting over at step 0") == 1
@@ -215,7 +215,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_o
 ) -> None:
     words = train(tmp_path / "run", nproc=1, n_steps=4, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    wanted = checker.bits(tmp_path / "run" / "checkpoints" / "step_0000004")
+    wanted = run_readers.checkpoint_digests(tmp_path / "run" / "checkpoints" / "step_0000004")
     victim = tmp_path / "run" / "checkpoints" / "step_0000004" / "optimizer.safetensors"
     data = bytearray(victim.read_bytes())
     data[-100] ^= 1
@@ -224,7 +224,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_o
     said = (tmp_path / "second").read_text()
     assert "step_0000004 is damaged: optimizer.safetensors does not have the SHA-256 it was saved with" in said
     assert "set aside as" in said
-    assert checker.bits(tmp_path / "run" / "checkpoints" / "step_0000004") == wanted
+    assert run_readers.checkpoint_digests(tmp_path / "run" / "checkpoints" / "step_0000004") == wanted
     assert len(list((tmp_path / "run" / "checkpoints").glob("damaged_step_0000004_*"))) == 1
     assert "going on from step 3" in (tmp_path / "run" / "logs" / "train.log").read_text()
     assert commands.last_step(tmp_path / "run") == 4

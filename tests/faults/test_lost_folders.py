@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support import checker
-from support import generation_checker as generated
-from support.commands import Started, finish, halation, started, train, until
-from support.generation_commands import PROMPTS, generate, unbroken
+from support import run_readers
+from support.commands import PROMPTS, Started, finish, generate, halation, started, train, undisturbed_generation, until
 
 pytestmark = pytest.mark.faults
 
@@ -68,8 +66,10 @@ def slow_generation(folder: Path, **settings: object) -> list[str]:
 
 
 def assert_generated(folder: Path) -> None:
-    assert generated.problems(folder, PROMPTS.count("\n")) == []
-    assert generated.state(folder) == unbroken(PROMPTS, 4), "other bytes than without a disturbance"
+    assert run_readers.generation_problems(folder, PROMPTS.count("\n")) == []
+    assert run_readers.images_and_metadata(folder) == undisturbed_generation(PROMPTS, 4), (
+        "other bytes than without a disturbance"
+    )
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_generation_whose_folder_becomes_read_only_goes_on_when_it_is_writable
             folder.chmod(0o755)
     assert "set aside" not in command.said()
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
-    assert generated.images(folder) == unbroken(PROMPTS, 4)[0]
+    assert run_readers.image_digests(folder) == undisturbed_generation(PROMPTS, 4)[0]
 
 
 # -- several commands on one folder
@@ -170,8 +170,8 @@ def test_commands_that_share_a_folder_end_when_it_is_moved_and_go_on_when_it_is_
     assert not (tmp_path / lost).exists()
     os.rename(tmp_path / "moved", tmp_path / lost)
     assert finish(words, tmp_path / "third") == 0, (tmp_path / "third").read_text()
-    assert generated.images(tmp_path / "out") == unbroken(PROMPTS, 4)[0]
-    assert generated.metadata(tmp_path / "out")
+    assert run_readers.image_digests(tmp_path / "out") == undisturbed_generation(PROMPTS, 4)[0]
+    assert run_readers.metadata_rows(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_leases_that_are_removed_while_commands_share_a_folder_are_made_again(tm
         for command in (first, second):
             assert command.process.wait(60) == 0, command.said()
             assert "Traceback" not in command.said()
-    assert generated.images(tmp_path / "out") == unbroken(PROMPTS, 4)[0]
+    assert run_readers.image_digests(tmp_path / "out") == undisturbed_generation(PROMPTS, 4)[0]
     assert list(leases.iterdir()) == []
 
 
@@ -211,11 +211,11 @@ def test_a_training_whose_folder_is_moved_goes_on_from_its_checkpoint_when_it_is
     assert set(left) <= {"metrics.jsonl"}, "at most a line of the moment before it was noticed"
     shutil.rmtree(run, ignore_errors=True)
     put_back(run)
-    newest = max(checker.good(run / "checkpoints"))
+    newest = max(run_readers.valid_checkpoints(run / "checkpoints"))
     words = halation(train(run, nproc=nproc, n_steps=newest + 2, ckpt_every=20, keep_last=2))
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
     assert f"going on from step {newest}" in (run / "logs" / "train.log").read_text()
-    assert checker.leftovers(run) == []
+    assert run_readers.leftovers(run) == []
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_a_training_whose_folder_becomes_read_only_goes_on_when_it_is_writable(
             assert_ends_with_one_message(command, f"{run} cannot be written any more: Permission denied")
         finally:
             run.chmod(0o755)
-    newest = max(checker.good(run / "checkpoints"))
+    newest = max(run_readers.valid_checkpoints(run / "checkpoints"))
     words = halation(train(run, n_steps=newest + 2, ckpt_every=20, keep_last=2))
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
 

@@ -31,7 +31,7 @@ from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from halation.training import command as train
 from halation.training.config import TrainConfig
-from support import tiny_pipelines
+from support import tiny_models
 
 SAMPLING = {"sampler": "own", "height": 64, "width": 96, "guidance_scale": 2.5, "prompts": ["cat"], "steps": 2}
 
@@ -142,7 +142,7 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
     tmp_path: Path, small_config: Callable[..., TrainConfig], family: str
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
-    shutil.copytree(tiny_pipelines.built(family), base)
+    shutil.copytree(tiny_models.built(family), base)
     own = {"model": TrainConfig.model, "patch_size": 0, "max_images": 4, "n_steps": 1, "lr": 2e-3, "nproc": 1}
     config = small_config(run, model_path=str(base), guidance_scale=3.0, image_size=(64, 64), sample_seed=7, **own)
     assert train.run(config) == 0
@@ -162,7 +162,7 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
 
     with pytest.raises(InputError, match="no --model_path, but"):
         train.run(dataclasses.replace(config, model_path="", n_steps=2, image_size=(32, 32)))
-    shutil.copy(tiny_pipelines.built(family) / "model_index.json", base / "transformer/more.json")
+    shutil.copy(tiny_models.built(family) / "model_index.json", base / "transformer/more.json")
     with pytest.raises(InputError, match=r"was fine-tuned from .* is not the one this run was trained from") as caught:
         load_denoiser(run, raw=False)
     assert f"--model_path {run / 'export'}" in caught.value.action

@@ -15,7 +15,7 @@ from PIL import Image
 
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
-from support.rank_jobs import run_job, small_config, train
+from support.rank_functions import run_job, small_config, train
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks

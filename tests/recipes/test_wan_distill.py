@@ -18,7 +18,7 @@ from halation.distillation.config import DistillConfig
 from halation.errors import InputError
 from halation.images.png_codec import read_png
 from halation.models.students.config import StudentConfig
-from support import run_folders
+from support import run_readers
 from support.rank_pool import RankPool
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "wan_distill"
@@ -228,7 +228,7 @@ def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_
     assert [row["rank"] for row in rows] == [0, 1, 2, 3]
     assert [row["teacher"] for row in rows] == [f"teacher/sample_0{k}.png" for k in range(4)]
     assert "Generating samples" in (four / "outputs/wan_t2i/logs/train.log").read_text()
-    teachers = [run_folders.images(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
+    teachers = [run_readers.sample_files(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
     assert teachers[0] == teachers[1]
 
 

@@ -254,15 +254,15 @@ class Inputs:
 
     @functools.cached_property
     def inception(self) -> Path:
-        from support import tiny_extractors
+        from support import tiny_models
 
-        return tiny_extractors.inception_safetensors(self.folder / "inception.safetensors")
+        return tiny_models.inception_safetensors(self.folder / "inception.safetensors")
 
     @functools.cached_property
     def clip(self) -> Path:
-        from support import tiny_extractors
+        from support import tiny_models
 
-        return tiny_extractors.clip(self.folder / "clip")
+        return tiny_models.clip_model(self.folder / "clip")
 
     @functools.cached_property
     def student(self) -> Path:
@@ -272,12 +272,12 @@ class Inputs:
 
     def model(self, name: str) -> Path:
         """A pipeline of the family in the name; without one, a run or a PixArt pipeline."""
-        from support import tiny_pipelines
+        from support import tiny_models
 
         for family in FAMILIES:
             if family in name.lower():
-                return tiny_pipelines.built("sd3" if family == "stable-diffusion-3" else family)
-        return self.run if Path(name).parts[0] in ("runs", "run", "RUN", "teacher") else tiny_pipelines.built("pixart")
+                return tiny_models.built("sd3" if family == "stable-diffusion-3" else family)
+        return self.run if Path(name).parts[0] in ("runs", "run", "RUN", "teacher") else tiny_models.built("pixart")
 
     def data(self, name: str) -> Path:
         if name.endswith(".csv"):
@@ -287,7 +287,7 @@ class Inputs:
 
 def place_inputs(inputs: Inputs, command: str, config: Any, folder: Path) -> None:
     """Put the inputs of a command at the paths that it names."""
-    from support import tiny_pipelines
+    from support import tiny_models
 
     kinds: dict[str, Callable[[str], Path]] = {
         "model_path": inputs.model,
@@ -303,7 +303,7 @@ def place_inputs(inputs: Inputs, command: str, config: Any, folder: Path) -> Non
         "sample_prompts_file": lambda name: inputs.prompts(Path(name).suffix[1:]),
         "generated": lambda _: inputs.generated,
         "reference": lambda _: inputs.images,
-        "vae": lambda _: tiny_pipelines.built("pixart") / "vae",
+        "vae": lambda _: tiny_models.built("pixart") / "vae",
         "student_config": lambda _: inputs.student,
     }
     if command in ("evaluate", "watch"):

@@ -164,9 +164,9 @@ def _ledger_bytes() -> bytes:
 
 @functools.cache
 def _model_folder() -> Path:
-    from support import tiny_teachers
+    from support import rank_functions
 
-    return tiny_teachers.dit()
+    return rank_functions.tiny_teacher()
 
 
 def _model_file(name: str) -> list[bytes]:

@@ -34,7 +34,8 @@ from halation.runs.run_folder import scratch_folder
 GRACE_S = 10.0
 """How long the others may take to notice, once one rank failed, before they count as hanging too."""
 DUMP = signal.SIGUSR2
-PRELOAD = ("torch", "torch.distributed.fsdp", "halation.distributed.world", "support.rank_pool")
+PRELOAD = ("torch", "torch.distributed.fsdp", "halation.distributed.world", "support.rank_pool", "pytest")
+"""pytest because ranks import the test modules whose functions they run."""
 
 
 @dataclass(frozen=True, kw_only=True)

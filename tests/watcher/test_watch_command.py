@@ -346,9 +346,9 @@ def test_it_follows_a_training_that_rotates_its_checkpoints(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_pipelines_of_any_trainer_are_scored_as_their_numbers_say(tmp_path: Path) -> None:
-    from support import tiny_pipelines
+    from support import tiny_models
 
-    source = tiny_pipelines.built("stable_diffusion")
+    source = tiny_models.built("stable_diffusion")
     for name in ("checkpoint-1000", "checkpoint-90", "half-5"):
         shutil.copytree(source, tmp_path / "models" / name)
     weights = next((tmp_path / "models/half-5").rglob("*.safetensors"))

@@ -23,8 +23,8 @@ from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import specs
+from support import tiny_models
+from support.tiny_models import specs
 
 FAMILIES = ["hunyuan", "pixart", "sd3", "flux", "wan", pytest.param("pixart_sigma", marks=pytest.mark.slow)]
 HEIGHT, WIDTH = 32, 48
@@ -60,7 +60,7 @@ def stepped(denoiser: PipelineDenoiser, batch: SampleBatch, times: tuple[float, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pipelines_own_call_goes_through_the_times_and_our_steps_end_where_it_does(family: str) -> None:
     denoiser = open_student(
-        tiny_pipelines.built(family),
+        tiny_models.built(family),
         StudentConfig(),
         init="teacher",
         seed=0,

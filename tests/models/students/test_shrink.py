@@ -25,7 +25,7 @@ from halation.models.students.shrink import (
     evenly_spaced_indices,
     shrink_weights,
 )
-from support import tiny_pipelines
+from support import tiny_models
 
 PIPELINES = {
     "hunyuan": ("HunyuanDiT", "HunyuanDiTPipeline"),
@@ -173,7 +173,7 @@ def _dit(width: int) -> Any:
 
 
 def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, ShrinkPlan]:
-    folder = tiny_pipelines.built(family) / "transformer"
+    folder = tiny_models.built(family) / "transformer"
     before = json.loads((folder / "config.json").read_text())
     name, pipeline = PIPELINES[family]
     after, layers = transformer_config(pipeline, before, StudentConfig(**shape))
