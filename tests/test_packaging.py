@@ -1,4 +1,4 @@
-"""What `pip install .` installs: the whole package, with weights, cards, page and types, from a wheel or from a source archive."""
+"""`pip install .` installs the whole package with weights, cards, page and types."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ print(json.dumps(missing))
 
 
 @pytest.mark.slow
-def test_with_nothing_but_the_declared_dependencies_every_module_is_there_or_needs_an_extra(tmp_path: Path) -> None:
+def test_with_declared_dependencies_every_module_imports_or_needs_an_extra(tmp_path: Path) -> None:
+    """With nothing but the declared dependencies every module imports or names an extra."""
     done = subprocess.run([sys.executable, "-c", BARE], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     missing = json.loads(done.stdout.splitlines()[-1])

@@ -101,7 +101,8 @@ def test_the_whole_counts_what_was_there_before_but_its_rate_is_this_calls() -> 
     assert progress.overall().remaining_s(clock()) == pytest.approx((100 - 62) / 2.0)
 
 
-def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_clock_that_stands() -> None:
+def test_a_takeover_lengthens_the_bar_and_a_finished_worker_stops_its_clock() -> None:
+    """A worker that takes over gets a longer bar; the clock of a finished worker stops."""
     clock = Clock()
     progress = GenerationProgress("none", ["GPU 0"], num_planned=100, num_done=0, clock=clock)
     progress.set_assigned("GPU 0", 50)
@@ -379,7 +380,8 @@ def test_telling_a_step_is_cheap() -> None:
 # -- lines
 
 
-def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every_step() -> None:
+def test_plain_lines_come_at_start_events_and_end_and_not_at_every_step() -> None:
+    """Plain lines come at the start, at events and at the end, and not at every step."""
     stream, clock = io.StringIO(), Clock()
     with GenerationProgress(
         "auto", ["GPU 0", "GPU 1"], num_planned=10, num_done=3, num_failed=1, stream=stream, clock=clock

@@ -1,6 +1,6 @@
-"""A real Chromium for the tests of the page: it reaches this machine alone, and what it complains of fails the test.
+"""A real Chromium that reaches this machine alone; its errors fail the test.
 
-Fixtures: `page` (a fresh 1280x800 page), `new_page(**options of a context)` for further or other ones, `browser_errors`.
+Fixtures: `page` (a new 1280x800 page), `new_page(**options of a context)` for more pages, `browser_errors`.
 """
 
 from __future__ import annotations

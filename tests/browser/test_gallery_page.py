@@ -1,4 +1,4 @@
-"""The page in a real browser, served by the real command: opened, walked through by mouse and keys, alive beside a training, and harmless."""
+"""The gallery page in a real browser: mouse, keys, live updates and harmful texts."""
 
 from __future__ import annotations
 
@@ -217,9 +217,8 @@ def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
 
 
 @pytest.mark.ranks
-def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for_more(
-    tmp_path: Path, page: Page
-) -> None:
+def test_samples_of_a_running_training_appear_and_more_can_be_requested(tmp_path: Path, page: Page) -> None:
+    """Samples of a running training appear without a reload, and the page can request more."""
     run = tmp_path / "runs" / "live"
     run.parent.mkdir()
     words = train(run, nproc=1, n_steps=100_000, ckpt_every=25, keep_last=1, sample=True, validation_images=0)

@@ -1,4 +1,4 @@
-"""Runs beside each other in a real browser: a watch under its training, one run laid over another, and one that goes away."""
+"""Several runs in a real browser: a watch, a comparison and a run that goes away."""
 
 from __future__ import annotations
 

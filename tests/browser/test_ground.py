@@ -1,4 +1,4 @@
-"""The ground that browser tests stand on: pages of this machine open, browser_errors are heard, nothing else is reached."""
+"""The browser fixtures open local pages, collect errors and reach no other host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The images of the page that the documentation shows are taken here, of the runs below `HALATION_RUNS`, into `HALATION_SCREENSHOTS`.
+"""Take the screenshots of the documentation, of runs in `HALATION_RUNS`.
 
-Without a folder of real runs it makes some, and looks at the same pages in a temporary place.
+They are written to `HALATION_SCREENSHOTS`. Without a folder of real runs the test makes some and writes to a temporary folder.
 """
 
 from __future__ import annotations

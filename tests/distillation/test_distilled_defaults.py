@@ -1,4 +1,4 @@
-"""Whoever draws from a student of few steps takes its steps by default, and hears of it where other ones are asked for."""
+"""A few-step student is sampled with its own steps by default; other steps give a warning."""
 
 from __future__ import annotations
 
@@ -96,9 +96,10 @@ def test_a_note_of_steps_that_is_none_is_refused(tmp_path: Path, distilled: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["wan", "hunyuan", "flux"])
-def test_a_distilled_run_its_samples_and_its_export_draw_the_same_without_being_told_how(
+def test_a_distilled_run_its_samples_and_its_export_draw_the_same_by_default(
     tmp_path: Path, family: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A distilled run, its samples and its export draw the same images with default settings."""
     run, prompts = tmp_path / "run", tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n")
     shape = written(tmp_path / "student.json", {"depth": 2, "width": None})

@@ -1,4 +1,4 @@
-"""The law that ties teacher targets to drawing: the way a teacher is followed along is the way its pipeline draws."""
+"""The trajectory of teacher targets is the trajectory by which the pipeline samples."""
 
 from __future__ import annotations
 

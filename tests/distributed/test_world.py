@@ -1,4 +1,4 @@
-"""Ranks tell each other words, agree or say who does not, and miss the one that makes no progress."""
+"""Ranks exchange objects, compare tensors and name the rank that makes no progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts on the cluster page run under a stand-in for srun; its Kubernetes manifests are checked."""
+"""Scripts on the cluster page run with a stand-in for srun; its manifests are checked."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_a_script_draws_every_image(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.ranks
-def test_the_schedulers_warning_ends_the_one_node_script_early_and_asks_for_another_turn(tmp_path: Path) -> None:
+def test_the_warning_signal_ends_the_one_node_script_and_requeues_the_job(tmp_path: Path) -> None:
+    """The warning signal of the scheduler ends the one-node script early and requeues the job."""
     process = job(SCRIPTS[0], tmp_path, 400)
     deadline = time.monotonic() + 30
     while not drawn(tmp_path) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Commands on pages that no `<!-- run -->` block covers run, made small, in a folder with the inputs they name."""
+"""Commands outside of `<!-- run -->` blocks run, made small, with the inputs they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command on a page parses, and targets and scripts that it names exist. Nothing is executed."""
+"""Every command on a page parses; targets and scripts that it names exist. Nothing runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that pages mention exist, with the defaults and the rules for later calls that the pages give."""
+"""Settings that pages mention exist, with the defaults and resume rules that pages give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of `halation evaluate`: the same bits by any number of ranks, resumed or live; every number with its provenance, or an error."""
+"""Laws of `halation evaluate`: the same bits on any ranks, resumed or live; provenance."""
 
 from __future__ import annotations
 
@@ -115,9 +115,10 @@ def test_three_ranks_with_decoding_processes_give_the_bits_of_one_rank_without(
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.faults
-def test_killed_in_the_middle_and_run_again_gives_the_same_bits_and_computes_only_what_is_missing(
+def test_a_killed_evaluation_resumes_to_the_same_bits(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
+    """A killed evaluation, run again, gives the same bits and computes only what is missing."""
     cache = tmp_path / "other"
     words = command(
         defaults(scenes) | {"nproc": 2, "cache_dir": cache, "output": tmp_path / "two.json", "progress": "none"}

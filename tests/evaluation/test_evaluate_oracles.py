@@ -1,4 +1,4 @@
-"""`halation evaluate` says what torch-fidelity, pytorch-fid, clean-fid and torchmetrics say of the same files and weights."""
+"""`halation evaluate` agrees with other tools on the same files and weights."""
 
 from __future__ import annotations
 

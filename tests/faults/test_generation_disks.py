@@ -1,4 +1,4 @@
-"""A disk that refuses, fills up, or gives back other bytes than it was given: asked again, told in a sentence, found and drawn anew."""
+"""Disks that refuse, fill up or corrupt bytes: retried, reported, found and repaired."""
 
 from __future__ import annotations
 
@@ -144,9 +144,10 @@ def filled(place: Path, leave_bytes: int) -> Path:
 @pytest.mark.parametrize(
     "leave_bytes", [4096, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 40_000, 150_000, 210_000))]
 )
-def test_a_file_system_that_is_really_full_is_told_in_a_sentence_and_space_lets_it_go_on(
+def test_a_full_file_system_gives_one_message_and_space_lets_it_go_on(
     tmp_path: Path, small_disk: Path, leave_bytes: int
 ) -> None:
+    """A file system that is really full gives one message; with free space the run goes on."""
     (tmp_path / "out").symlink_to(small_disk / "out")
     (small_disk / "out").mkdir()
     stuffing = filled(small_disk, leave_bytes)

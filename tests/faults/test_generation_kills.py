@@ -1,4 +1,4 @@
-"""Whoever is killed, stopped or interrupted, and whenever: the same command ends in the folder of a call that nobody disturbed."""
+"""After any kill, stop or interrupt the same command ends in the same folder."""
 
 from __future__ import annotations
 

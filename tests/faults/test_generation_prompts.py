@@ -1,4 +1,4 @@
-"""A prompt that fails, hangs, runs out of memory or kills its worker costs itself and nobody else, and can be drawn another day."""
+"""A prompt that fails, hangs, runs out of memory or kills its worker costs only itself."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_a_prompt_that_never_fits_into_memory_is_set_aside_with_that_reason(tmp_
     assert_resumed(tmp_path)
 
 
-def test_memory_that_runs_out_once_halves_the_micro_batch_for_that_batch_and_marks_its_images(tmp_path: Path) -> None:
+def test_out_of_memory_halves_the_micro_batch_and_marks_the_images(tmp_path: Path) -> None:
+    """Out of memory halves the micro-batch for that batch only and marks its images."""
     assert run_generate(tmp_path, "draw.000006:1:OOM", nproc=1) == 0
     assert len(fired(tmp_path / "log")) == 1
     assert_generated(tmp_path)

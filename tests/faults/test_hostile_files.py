@@ -1,4 +1,4 @@
-"""Foreign files cannot run code, hang a command or fill its memory; damaged ones are named; no secret reaches a file."""
+"""Foreign files run no code and exhaust no resources; damage is named; secrets stay out."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def test_hostile_and_damaged_folders_are_refused_and_nothing_of_theirs_runs(run:
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_start_over(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused_without_start_over(tmp_path: Path) -> None:
+    """A run with only damaged checkpoints is refused until it is told to start over."""
     checkpoints = tmp_path / "run" / "checkpoints"
     words = train(tmp_path / "run", nproc=1, n_steps=2, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
@@ -210,9 +211,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_one_before(
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     tmp_path: Path,
 ) -> None:
+    """A damaged newest checkpoint is reported, and the run resumes from the one before."""
     words = train(tmp_path / "run", nproc=1, n_steps=4, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
     wanted = run_readers.checkpoint_digests(tmp_path / "run" / "checkpoints" / "step_0000004")

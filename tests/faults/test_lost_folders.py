@@ -1,4 +1,4 @@
-"""A folder that is removed, moved, replaced, made read-only or filled while a command writes to it: one message, and the same command goes on."""
+"""A folder lost, replaced or filled during a command: one message, and a rerun resumes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_a_generation_whose_ledger_is_removed_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_lost_while_a_batch_takes_long_ends_the_command_before_the_batch_ends(tmp_path: Path) -> None:
+def test_a_folder_lost_during_a_long_batch_ends_the_command_before_the_batch(tmp_path: Path) -> None:
+    """A folder lost during a long batch ends the command before the batch ends."""
     with started(slow_generation(tmp_path, model_path="testcard:60"), tmp_path / "log") as command:
         until(lambda: (tmp_path / "out" / "ledger.sqlite").exists(), command=command)
         until(lambda: "loading" in command.said(), command=command)
@@ -199,9 +200,10 @@ def long_training(folder: Path, nproc: int, **settings: object) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("lose", [move, replace])
-def test_a_training_whose_folder_is_moved_goes_on_from_its_checkpoint_when_it_is_back(
+def test_a_training_resumes_from_its_checkpoint_when_a_moved_folder_is_back(
     tmp_path: Path, lose: Callable[[Path], None], nproc: int
 ) -> None:
+    """A training whose folder was moved resumes from its checkpoint when the folder is back."""
     run = tmp_path / "run"
     with started(long_training(run, nproc, max_restarts=1), tmp_path / "log") as command:
         until(lambda: (run / "checkpoints" / "step_0000040").exists(), command=command)

@@ -1,4 +1,4 @@
-"""A disk that takes no more: the run ends with a sentence, what was saved stays, and with space it goes on to the same bits."""
+"""A full disk ends a training with a message; with space it resumes to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A distillation that is asked to stop while its teacher is asked keeps what was said, and goes on with the rest."""
+"""A distillation stopped while it builds targets keeps them and resumes with the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that is killed at random instants, again and again, ends with the bits of one that nobody touched."""
+"""A training killed at random times ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 

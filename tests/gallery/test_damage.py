@@ -1,4 +1,4 @@
-"""Whatever the files of a run hold, the others are shown, the watcher goes on, and nothing from outside of a run is read."""
+"""Damaged run files leave the other runs visible, and no file outside a run is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page over real HTTP: what it answers, what it refuses, and what it tells pages that are open."""
+"""The server over real HTTP: its answers, its refusals and its events."""
 
 from __future__ import annotations
 
@@ -113,9 +113,10 @@ def next_change(stream: http.client.HTTPResponse) -> dict[str, object]:
 # -- what it answers
 
 
-def test_the_shell_and_its_files_come_by_a_fixed_table_and_are_asked_for_again_only_when_they_changed(
+def test_the_page_files_come_from_a_fixed_table_and_are_cached_until_changed(
     client: GalleryClient,
 ) -> None:
+    """The page and its files come from a fixed table and are sent again only if changed."""
     shell = client.ask("/")
     assert (shell.status, shell.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"/static/app.js" in shell.body
@@ -221,9 +222,8 @@ def test_a_loss_that_is_no_number_is_null_and_not_an_end_of_the_page(tmp_path: P
     }
 
 
-def test_images_come_as_they_are_typed_by_what_they_are_and_kept_where_they_are_versioned(
-    client: GalleryClient, root: Path
-) -> None:
+def test_images_are_sent_unchanged_with_their_type_and_cached_if_versioned(client: GalleryClient, root: Path) -> None:
+    """Images are sent unchanged, typed by content, and cached if the address has a version."""
     ids = client.ids()
     step = client.ask(f"/api/runs/{ids['train']}").json["steps"][0]
     image = step["cells"]["ema"][0]
@@ -332,7 +332,8 @@ def test_foreign_names_foreign_pages_and_strangers_are_refused_over_the_wire(cli
     assert client.ask("/api/runs", host="localhost:9000", cookie=tunnelled).status == 200
 
 
-def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_is_allowed(tmp_path: Path) -> None:
+def test_control_requests_need_our_page_and_permission(tmp_path: Path) -> None:
+    """A running training takes requests only from our page and only if control is allowed."""
     done = training_folder(tmp_path / "runs" / "done", 1, 1, size=16)
     running = training_folder(tmp_path / "runs" / "running", 1, 1, size=16)
     generation_folder(tmp_path / "runs" / "generate", 1, size=16)

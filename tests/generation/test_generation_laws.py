@@ -1,4 +1,4 @@
-"""The laws of a generation: images and metadata follow from the specs, the model and the batch, and from nothing else."""
+"""Laws of a generation: images and metadata depend on specs, model and batch alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_any_number_of_workers_and_any_order_of_arrival_leave_the_same_bytes(tmp
     assert [len(names) > 1 for names in workers[:3]] == [False, True, True], "several did take part"
 
 
-def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_damage_is_mended(tmp_path: Path) -> None:
+def test_videos_are_the_same_for_any_number_of_workers_and_damage_is_repaired(tmp_path: Path) -> None:
+    """Videos and their frames are the same for any number of workers, and damage is repaired."""
+
     def files(folder: Path) -> dict[str, bytes]:
         names = [*(folder / "out").rglob("*.png"), *(folder / "out").rglob("*.mp4")]
         return {str(path.relative_to(folder / "out")): path.read_bytes() for path in names}

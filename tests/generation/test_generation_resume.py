@@ -1,4 +1,4 @@
-"""The same command goes on; another one is refused with what is different, unless it only asks for more."""
+"""The same command resumes; a different one is refused with a diff unless it adds work."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_fewer_prompts_are_refused_and_more_are_drawn(folder: Path) -> None:
     assert_resumed(folder)
 
 
-def test_an_accepted_change_holds_for_what_is_not_drawn_yet_and_is_recorded_as_an_epoch(folder: Path) -> None:
+def test_an_accepted_change_holds_for_open_images_and_is_recorded(folder: Path) -> None:
+    """An accepted change holds for images that are not drawn yet and is recorded as an epoch."""
     before = run_readers.image_digests(folder / "out")
     (folder / "out" / next(iter(before))).unlink()
     assert run_generate(folder, num_inference_steps=5, guidance_scale=3.0, accept_changes=True) == 0, generate_log(

@@ -75,7 +75,7 @@ def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_do
     assert run_readers.generation_problems(tmp_path / "out", 6) == []
 
 
-def test_a_batch_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
+def test_a_stolen_batch_returns_to_its_worker_if_the_new_one_dies(tmp_path: Path) -> None:
     """Worker 0 draws its first batch for long and so loses the others it holds to worker 1, which dies over one of them for good."""
     prompts = "one\ntwo\nthree\nfour\n"
     fault = "paint:1:sleep=2:0;paint:2+:kill:1"

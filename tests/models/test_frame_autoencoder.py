@@ -1,4 +1,4 @@
-"""Images as one frame of Wan's autoencoder: the pipeline's own normalisation, there and back."""
+"""Images as one frame of Wan's autoencoder, with the normalisation of the pipeline."""
 
 from __future__ import annotations
 

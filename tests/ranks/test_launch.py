@@ -1,4 +1,4 @@
-"""`halation train` on several ranks as people and schedulers start, stop and kill it: it ends cleanly and goes on to the same bits."""
+"""`halation train` on several ranks, stopped and killed, ends cleanly and resumes exactly."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_start_that_ranks_refuse_leaves_the_run_what_it_was(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_one_ctrl_c_saves_however_long_that_takes_and_the_same_command_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_one_ctrl_c_saves_and_the_same_command_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """The other rank has nothing to write and is ready at once: nobody may leave before the first one has committed."""
     run = tmp_path / "run"
     words = halation(train(run, ckpt_every=0))
@@ -171,9 +171,10 @@ def test_a_signal_while_ranks_are_starting_is_no_failure(tmp_path: Path, number:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_one_rank_while_it_starts_is_no_failure_and_no_reason_to_start_again(
+def test_a_signal_to_a_starting_rank_is_no_failure_and_causes_no_restart(
     tmp_path: Path, number: int, code: int
 ) -> None:
+    """A signal to one rank while it starts is no failure and causes no restart."""
     with started(halation(train(tmp_path / "run", max_restarts=3)), tmp_path / "log") as command:
         until(lambda: len(command.rank_pids()) == 2, command=command)
         os.kill(command.rank_pids()[1], number)

@@ -1,4 +1,4 @@
-"""Under torchrun and srun `halation train` joins the ranks that are there, on one machine or two, and goes on after their kills."""
+"""`halation train` under torchrun and srun joins existing ranks and resumes after kills."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def catches_sigterm(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_signal_to_one_rank_of_torchrun_while_it_loads_stops_all_at_one_step_that_is_saved(tmp_path: Path) -> None:
+def test_a_signal_to_a_loading_torchrun_rank_stops_all_at_one_saved_step(tmp_path: Path) -> None:
+    """A signal to one rank of torchrun while it loads stops all ranks at one saved step."""
     run = tmp_path / "run"
     words = torchrun("--standalone", "--nproc_per_node", "2") + train(run, nproc=None)
     with started(words, tmp_path / "log", "train.step:3+:sleep=1") as command:

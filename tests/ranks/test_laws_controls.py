@@ -1,4 +1,4 @@
-"""What is asked of a running training is done by all ranks at one step, and samples that were asked for are invisible to it."""
+"""Control requests act on all ranks at one step, and requested samples change no training."""
 
 from __future__ import annotations
 
@@ -121,9 +121,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_bits_of_one_that_never_was(ranks:
 
 
 @pytest.mark.slow
-def test_a_stop_at_a_date_saves_as_the_date_asks_and_leaves_its_samples_to_the_next_start(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_stop_at_a_scheduled_step_saves_and_leaves_samples_to_the_next_start(ranks: RankPool, tmp_path: Path) -> None:
+    """A stop at a scheduled step saves as scheduled and leaves the samples to the next start."""
     config = rank_functions.small_config(tmp_path, n_steps=5, ckpt_every=2)
     assert ranks.run(1, train_asked, config, {1: ("stop",)})[0][2] == 130
     assert saved_steps(tmp_path) == [2]
@@ -133,9 +132,8 @@ def test_a_stop_at_a_date_saves_as_the_date_asks_and_leaves_its_samples_to_the_n
     assert drawn_steps(tmp_path) == [2, 4, 5]
 
 
-def test_what_was_asked_of_a_dead_run_or_at_the_last_step_is_dropped_and_no_samples_means_none(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_requests_to_a_dead_run_or_at_the_last_step_are_dropped(ranks: RankPool, tmp_path: Path) -> None:
+    """Requests to a dead run or at the last step are dropped; without samples none are drawn."""
     (tmp_path / control_requests.CONTROL_FOLDER).mkdir()
     dead = {"pid": 1, "host": socket.gethostname(), "command": "train", "since": "2020-01-01 00:00:00"}
     left = {"action": "stop", "id": "0", "by": "`halation ctl`", "owner": dead}

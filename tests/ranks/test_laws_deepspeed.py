@@ -1,4 +1,4 @@
-"""The laws of training, sampling and resuming on ZeRO 1, 2 and 3: the same sessions as on any engine."""
+"""Laws of training, sampling and resuming on ZeRO 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ def train_suspiciously(world: Any, config: TrainConfig) -> int:
 
 
 @pytest.mark.parametrize(("stage", "size"), WORLDS)
-def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
+    """Training that samples at every step has the bits of training that never samples."""
     drawing = config(tmp_path / "drawing", stage, ckpt_every=1, sample_raw=True, sample_offload=True)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
     ranks.run(size, rank_functions.train, config(tmp_path / "never", stage, sample=False, validation_images=0))
@@ -143,9 +144,10 @@ def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> l
 
 @SLOW
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_images_of_one(
+def test_none_one_and_five_prompts_on_three_ranks_give_the_images_of_one(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
+    """None, one and five prompts on three ranks do not hang and give the images of one rank."""
     trained = config(tmp_path / "run", stage, sample_prompts=rank_functions.PROMPTS)
     ranks.run(2, rank_functions.train, trained)
     published = run_readers.sample_files(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")

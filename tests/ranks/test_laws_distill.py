@@ -1,4 +1,4 @@
-"""The laws of training hold for a student too: ranks agree, sampling is invisible, a resumed run has the bits of an unbroken one."""
+"""Laws of training for a student: ranks agree, sampling is invisible, resume is exact."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def distilled(folder: Path, objective: str, **changes: Any) -> DistillConfig:
         pytest.param("velocity", "ddp", 1, marks=SLOW),
     ],
 )
-def test_a_student_whose_samples_are_drawn_at_every_step_has_the_bits_of_one_that_is_never_drawn(
+def test_sampling_at_every_step_leaves_the_bits_of_a_student(
     ranks: RankPool, tmp_path: Path, objective: str, engine: str, size: int
 ) -> None:
+    """A student that is sampled at every step has the bits of one that is never sampled."""
     drawing = distilled(tmp_path / "drawing", objective, engine=engine, sample_raw=True)
     ranks.run(size, rank_functions.distill, drawing, **PATIENCE)
     never = distilled(tmp_path / "never", objective, engine=engine, sample=False, ckpt_every=0)

@@ -1,4 +1,4 @@
-"""Evaluations in training: invisible to it, the same numbers on any number of ranks and after any stop, and a failing rank costs one of them."""
+"""Evaluations in training: invisible, the same on any ranks and after any stop."""
 
 from __future__ import annotations
 
@@ -110,9 +110,10 @@ def numbers(folder: Path, step: int) -> dict[str, Any]:
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
     ],
 )
-def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_never_evaluates(
+def test_evaluating_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
+    """Training that evaluates at every step has the bits of training that never evaluates."""
     looking, never = tmp_path / "looking", tmp_path / "never"
     assert ranks.run(size, train_suspiciously, evaluated(looking, engine=engine)) == [NUM_STEPS] * size
     assert ranks.run(size, train_suspiciously, evaluated(never, engine=engine, eval_every=0)) == [0] * size
@@ -209,7 +210,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
         pytest.param("auto", "features:1:raise", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_completes_to_the_same_numbers(
+def test_a_rank_that_raises_costs_one_evaluation_which_a_restart_completes(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, point: str, culprit: int
 ) -> None:
     """The first three chunks that a rank writes are of the reference, the next ones of its two or three batches."""
@@ -267,9 +268,10 @@ def train_clumsily(world: Any, config: TrainConfig) -> int:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", ["fsdp", pytest.param("auto", marks=pytest.mark.slow)])
-def test_an_evaluation_that_fails_in_the_middle_of_its_drawing_leaves_the_bits_of_training(
+def test_an_evaluation_that_fails_while_drawing_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
+    """An evaluation that fails in the middle of its drawing leaves the bits of training."""
     assert ranks.run(2, train_clumsily, evaluated(tmp_path, engine=engine)) == [NUM_STEPS] * 2
     assert not list(tmp_path.glob("evaluation/step_*.json"))
     assert "the evaluation of step 1 failed; training goes on: clumsy" in run_readers.rank_log(tmp_path, 0)
@@ -328,9 +330,10 @@ def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "ckpt_every"), [("fsdp", 1), ("auto", 0)])
-def test_a_wish_to_stop_is_granted_while_evaluating_at_a_saved_step_and_else_at_the_next(
+def test_a_stop_request_ends_an_evaluation_at_a_saved_step(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, ckpt_every: int
 ) -> None:
+    """A stop request is granted during an evaluation at a saved step, else at the next step."""
     config = evaluated(tmp_path, engine=engine, ckpt_every=ckpt_every)
     step = 1 if ckpt_every else 2
     assert ranks.run(2, train_until_stopped, config) == [(step, 143)] * 2
@@ -340,9 +343,10 @@ def test_a_wish_to_stop_is_granted_while_evaluating_at_a_saved_step_and_else_at_
         assert numbers(tmp_path, done) == numbers(trained(engine), done)
 
 
-def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_not_made_again(
+def test_metric_lines_are_written_from_a_report_without_evaluating_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:
+    """Missing metric lines are written from the report; a finished evaluation is not repeated."""
     folder = tmp_path / "run"
     shutil.copytree(trained("auto"), folder)
     before = (folder / "evaluation/step_0000002.json").read_bytes()
@@ -409,9 +413,10 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
         ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "leave it out"),
     ],
 )
-def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step_in_the_flags_of_training(
+def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step(
     ranks: RankPool, tmp_path: Path, changes: dict[str, Any], found: str, advice: str
 ) -> None:
+    """An extractor that cannot be opened is refused before step 1, with the flags of training."""
     with pytest.raises(RanksFailed, match=found) as caught:
         ranks.run(2, rank_functions.train, evaluated(tmp_path, **changes))
     assert advice in str(caught.value)

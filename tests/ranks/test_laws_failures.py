@@ -1,4 +1,4 @@
-"""A rank that fails or hangs while it samples: everybody knows which one, nobody waits, and training ends in the same bits."""
+"""A rank that fails or hangs while sampling is named by all, and training keeps its bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GRID = [
     ("engine", "size", "point", "culprit"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
 )
-def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps_its_bits(
+def test_a_rank_that_raises_while_sampling_is_reported_and_training_unchanged(
     ranks: RankPool,
     tmp_path: Path,
     unharmed: Callable[[str, int], Path],
@@ -66,6 +66,7 @@ def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps
     point: str,
     culprit: int,
 ) -> None:
+    """A rank that raises while sampling is reported by all ranks, and training keeps its bits."""
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": f"{point}:1:raise:{culprit}", "HALATION_FAULT_LOG": str(fired)}
     ranks.run(size, rank_functions.train, config(tmp_path / "run", engine), environment=environment)
@@ -118,9 +119,10 @@ def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_al
 
 
 @pytest.mark.parametrize("action", ["sleep=5", pytest.param("stop", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_it_can_speak(
+def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack(
     ranks: RankPool, tmp_path: Path, action: str
 ) -> None:
+    """A rank that hangs while sampling is named in time, with its stack if it can report one."""
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": f"sample.forward:1:{action}:1", "HALATION_FAULT_LOG": str(fired)}
     timeout_s = 2.0
@@ -167,9 +169,10 @@ def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(rank
         ("kill", 1, "rank 1 fell silent"),
     ],
 )
-def test_a_rank_that_hangs_or_dies_inside_a_sharded_forward_is_named_when_the_collective_gives_up(
+def test_a_rank_lost_inside_a_sharded_forward_is_named_after_the_timeout(
     ranks: RankPool, tmp_path: Path, action: str, culprit: int, words: str
 ) -> None:
+    """A rank that hangs or dies in a sharded forward is named when the collective times out."""
     environment = {"HALATION_FAULT": f"sample.forward:2:{action}:{culprit}"}
     settings = config(tmp_path, "fsdp", dist_timeout_s=4.0, sample_steps=3)
     with pytest.raises(RanksFailed) as caught:

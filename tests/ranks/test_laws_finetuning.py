@@ -1,4 +1,4 @@
-"""The laws of training hold for fine-tuned pipelines too, on every engine: the same loop, sampling and checkpoint, another family."""
+"""Laws of training for fine-tuned pipelines, on every engine."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ def rank_states(folder: Path, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "engine", "size"), PAIRS)
-def test_fine_tuning_that_samples_at_every_step_has_the_bits_of_one_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_fine_tuning(
     ranks: RankPool, tmp_path: Path, family: str, engine: str, size: int
 ) -> None:
+    """Fine-tuning that samples at every step has the bits of one that never samples."""
     drawing = tuned(tmp_path / "drawing", family, engine, sample_raw=True, sample_offload=True)
     ranks.run(size, rank_functions.train, drawing, **PATIENCE)
     never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, validation_images=0)
@@ -116,9 +117,10 @@ def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
         *(pytest.param(family, "fsdp", marks=SLOW) for family in ("hunyuan", "pixart", "sd3", "flux")),
     ],
 )
-def test_a_checkpoint_of_a_pipeline_gives_the_published_images_on_one_two_and_three_ranks(
+def test_a_pipeline_checkpoint_gives_the_published_images_on_any_ranks(
     ranks: RankPool, tmp_path: Path, family: str, engine: str
 ) -> None:
+    """A checkpoint of a pipeline gives the published images on one, two and three ranks."""
     changes = {"sample_prompts": rank_functions.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0, "n_steps": 1}
     ranks.run(2, rank_functions.train, tuned(tmp_path / "run", family, engine, **changes), **PATIENCE)
     published = run_readers.sample_files(tmp_path / "run/samples/step_0000001")

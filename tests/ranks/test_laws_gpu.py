@@ -1,4 +1,4 @@
-"""The laws of training on a CUDA device: samples and evaluations leave no trace in bits or memory, and what does not fit is said."""
+"""Laws of training on a CUDA device: samples and evaluations leave bits and memory alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of failing and stopping through the real command: ranks that the launcher starts, watches and starts again."""
+"""Laws of failing and stopping with ranks that the launcher starts and restarts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_starting_again(
+def test_a_failure_inside_a_sharded_forward_names_its_rank_and_a_restart_helps(
     ranks: RankPool, tmp_path: Path, culprit: int
 ) -> None:
+    """A failure inside a sharded forward names its rank, and a restart completes the run."""
     fired = tmp_path / "fired"
     settings = {"engine": "fsdp", "lr": 1e-2, "ckpt_every": 1, "n_steps": 2}
     config = rank_functions.small_config(tmp_path / "run", **settings, max_restarts=1, nproc=2)
@@ -66,9 +67,8 @@ def rank_of(process: psutil.Process) -> str:
         return ""
 
 
-def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_to_the_same_bits(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_sigterm_to_one_rank_stops_all_and_resumes_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    """SIGTERM to one rank stops all at one step; the same command resumes to the same bits."""
     settings: dict[str, Any] = {"engine": "ddp", "lr": 1e-2, "n_steps": 8, "sample": False, "validation_images": 0}
     config = rank_functions.small_config(tmp_path / "run", **settings, nproc=2)
     fired = tmp_path / "fired"
@@ -92,9 +92,10 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_
     assert run_readers.losses(tmp_path / "run") == run_readers.losses(tmp_path / "never")
 
 
-def test_a_rank_that_hangs_while_sampling_is_what_the_launcher_tells_and_not_the_noise_it_makes_waking_up(
+def test_the_launcher_reports_the_rank_that_hung_and_not_its_later_errors(
     tmp_path: Path,
 ) -> None:
+    """The launcher reports the rank that hung while sampling, not its errors on waking up."""
     config = rank_functions.small_config(tmp_path / "run", engine="ddp", sample_timeout_s=2.0, max_restarts=0, nproc=2)
     fault = {"HALATION_FAULT": "sample.forward:1:sleep=4:1"}
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""That training learns: a caption reaches the image, and the validation loss falls and is one number on any number of ranks."""
+"""Training learns: captions reach the image, the validation loss falls on any ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
+def test_the_held_out_loss_of_a_checkpoint_is_the_same_on_any_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
+    """The held-out loss of a checkpoint is the same number on one, two and three ranks."""
     # Nine images are 72 rows on three batches, the last of them partial: fillers must not count.
     changes = {"lr": 1e-2, "validation_images": 9, "sample": False, "batch_size": 6}
     config = rank_functions.small_config(tmp_path, engine=engine, **changes)

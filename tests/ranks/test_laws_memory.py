@@ -1,4 +1,4 @@
-"""Out of memory while sampling: the batch is drawn in halves and marked, training does not notice."""
+"""Out of memory while sampling: the batch is halved and marked; training is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler in somebody else's loop: training does not notice it, images do not depend on ranks, and nobody waits for a failure."""
+"""RankSampler in a user's loop: invisible to training, equal on any ranks, no hang."""
 
 from __future__ import annotations
 
@@ -205,9 +205,8 @@ def test_a_rank_that_never_calls_is_missed_after_the_timeout(ranks: RankPool, tm
     assert "not every rank called sampler(step) within 2 s" in caught.value.troubles[0].message
 
 
-def test_a_second_training_in_one_folder_is_refused_on_all_its_ranks_and_changes_nothing(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_second_training_in_one_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """A second training in one folder is refused on all its ranks and changes nothing."""
     model = training_loops.network()
     first = RankSampler(training_loops.drawer(model), training_loops.PROMPTS, tmp_path / "run", 1, model=model)
     first(3), first(12)

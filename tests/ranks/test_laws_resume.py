@@ -1,4 +1,4 @@
-"""Stop + resume = never stopped: equal bits on equal ranks, the same data and the same curve on other ranks."""
+"""Stop + resume = never stopped: equal bits on equal ranks, the same data on other ranks."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "size"), [pytest.param("single", 1, marks=SLOW), ("ddp", 3), pytest.param("fsdp", 3, marks=SLOW)]
 )
-def test_a_run_stopped_by_a_signal_to_one_rank_ends_in_the_bits_of_a_run_that_never_stopped(
+def test_a_run_stopped_by_a_signal_to_one_rank_resumes_to_the_same_bits(
     ranks: RankPool, tmp_path: Path, uninterrupted: Callable[[str, int], Path], engine: str, size: int
 ) -> None:
+    """A run stopped by a signal to one rank ends in the bits of a run that never stopped."""
     stop_and_go_on(ranks, tmp_path, engine, size, 2)
     whole = uninterrupted(engine, size)
     assert run_readers.checkpoint_bytes(tmp_path, NUM_STEPS) == run_readers.checkpoint_bytes(whole, NUM_STEPS)

@@ -1,4 +1,4 @@
-"""Samples from all ranks: invisible to training, the same bytes on any number of ranks, and nobody waits for a rank that failed."""
+"""Samples from all ranks: invisible to training, the same bytes on any ranks, no hang."""
 
 from __future__ import annotations
 
@@ -109,9 +109,10 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("engine", "size"), SIZES)
-def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
+    """Training that samples at every step has the bits of training that never samples."""
     drawing = sampled(tmp_path / "drawing", engine=engine, sample_raw=True, sample_batch_size=2)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
     never = sampled(tmp_path / "never", engine=engine, sample=False, ckpt_every=0, validation_images=0)
@@ -151,9 +152,10 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_three_ranks(
+def test_a_checkpoint_gives_the_published_images_on_any_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
+    """A checkpoint gives the images that training published on one, two and three ranks."""
     folder = trained(engine)
     published = run_readers.sample_files(folder / f"samples/step_{NUM_STEPS:07d}")
     assert len(published) == 5 + 5 + 1, "images, prompts and the grid"
@@ -199,9 +201,8 @@ def test_sharded_ranks_draw_none_one_and_five_prompts_to_the_bytes_of_one_whole_
         assert run_readers.sample_files(tmp_path / "sharded" / f"{num}_{batch_size}") == whole
 
 
-def test_an_index_of_samples_that_was_changed_on_disk_is_made_again_and_its_images_stay(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_changed_index_of_samples_is_written_again_and_its_images_stay(ranks: RankPool, tmp_path: Path) -> None:
+    """An index of samples that was changed on disk is written again, and its images stay."""
     config = sampled(tmp_path / "run", ckpt_every=0)
     ranks.run(1, rank_functions.train, config)
     folder = tmp_path / f"run/samples/step_{NUM_STEPS:07d}"

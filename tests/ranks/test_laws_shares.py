@@ -1,4 +1,4 @@
-"""Contiguous shares on real ranks: who is done helps the slowest, the images stay the same bytes, and names do not follow who drew."""
+"""Contiguous shares on real ranks: finished ranks help; bytes and names stay the same."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def drawn(ranks: RankPool, trained: Path, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_shares_are_contiguous_and_every_image_has_the_bytes_and_the_name_it_has_on_one_rank(
+def test_shares_are_contiguous_and_images_equal_those_of_one_rank(
     drawn: Callable[..., Any],
 ) -> None:
+    """Shares are contiguous, and every image has the bytes and the name it has on one rank."""
     alone, published = drawn(1)
     assert alone == [(0, "done")] * 6
     assert len(published) == 6 + 6 + 1
@@ -94,9 +95,10 @@ def test_shares_are_contiguous_and_every_image_has_the_bytes_and_the_name_it_has
     assert drawn(3, num=0) == ([], {})
 
 
-def test_who_is_done_takes_over_from_the_slowest_all_but_its_first_and_the_image_is_the_same(
+def test_a_finished_rank_takes_over_from_the_slowest_with_the_same_images(
     drawn: Callable[..., Any],
 ) -> None:
+    """A finished rank takes over all but the first image of the slowest; images stay the same."""
     _, published = drawn(1)
     rows, images = drawn(3, fault="sample.forward:1+:sleep=0.4:0")
     assert rows[0][0] == 0
@@ -132,9 +134,8 @@ def test_a_wish_to_stop_on_one_rank_leaves_nothing_to_claim(drawn: Callable[...,
 
 
 @pytest.mark.slow
-def test_sharded_ranks_draw_contiguous_shares_in_as_many_rounds_and_take_nothing_over(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_sharded_ranks_draw_contiguous_shares_in_equal_rounds(ranks: RankPool, tmp_path: Path) -> None:
+    """Sharded ranks draw contiguous shares in equally many rounds and take nothing over."""
     config = rank_functions.small_config(
         tmp_path, engine="fsdp", n_steps=1, sample_prompts=PROMPTS[:4], validation_images=0
     )
@@ -160,9 +161,7 @@ def told(folder: Path, epoch: int) -> dict[str, Any]:
     return said
 
 
-def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the_same_on_other_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_samples_of_all_epochs_are_in_one_folder_also_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     """Eight images in batches of four: epochs end at steps 2 and 4; the fifth is in the third."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks.run(2, rank_functions.train, by_rank(whole))
@@ -186,9 +185,8 @@ def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the
 
 
 @pytest.mark.slow
-def test_steps_of_one_epoch_follow_each_other_under_its_names_and_a_kill_in_between_leaves_no_mixture(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_samples_of_an_epoch_replace_each_other_and_a_kill_leaves_no_mixture(ranks: RankPool, tmp_path: Path) -> None:
+    """Steps of one epoch replace each other under its names, and a kill leaves no mixture."""
     config = by_rank(tmp_path / "run", n_steps=2, ckpt_every=1)
     ranks.run(2, rank_functions.train, dataclasses.replace(config, n_steps=1))
     first = run_readers.sample_files(tmp_path / "run/samples")

@@ -1,4 +1,4 @@
-"""Laws of what comes before the first step of a distillation: a teacher is asked once, may be interrupted, and is let go."""
+"""Laws of teacher targets before step 1: computed once, interruptible, teacher released."""
 
 from __future__ import annotations
 
@@ -84,9 +84,8 @@ def asked(folder: Path, **changes: Any) -> DistillConfig:
     return rank_functions.small_distill_config(folder, **usual | changes)
 
 
-def test_a_build_that_one_rank_was_asked_to_stop_keeps_what_all_have_and_goes_on_with_the_rest(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_stopped_build_keeps_what_all_ranks_have_and_resumes_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
+    """A build stopped on one rank keeps what all ranks have and resumes with the rest."""
     config = asked(tmp_path / "run", trajectories=6)
     first = ranks.run(2, prepared, config, 6, 1, **PATIENCE)
     said = "asked to stop: 4 of 6 items are kept; the same command goes on"

@@ -1,4 +1,4 @@
-"""What ranks owe each other while they train: equal weights, one global batch however it is cut, and one decision about a bad number."""
+"""Laws of ranks in training: equal weights, one global batch, one decision on bad numbers."""
 
 from __future__ import annotations
 
@@ -105,9 +105,10 @@ def test_ranks_hold_equal_weights_after_every_step(ranks: RankPool, tmp_path: Pa
 
 @pytest.mark.faults
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_rank_that_went_astray_is_caught_at_the_next_save_and_named_with_the_tensor(
+def test_a_rank_with_other_weights_is_found_at_the_next_save_and_named(
     ranks: RankPool, tmp_path: Path, size: int
 ) -> None:
+    """A rank whose weights diverged is found at the next save and named with the tensor."""
     with pytest.raises(RanksFailed) as caught:
         ranks.run(size, train_nudged, small(tmp_path, engine="ddp", ckpt_every=1, n_steps=2))
     assert sorted(caught.value.troubles) == list(range(size))

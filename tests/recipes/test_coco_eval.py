@@ -1,4 +1,4 @@
-"""The commands of the recipe draw what its page says, with the file names of the page, and the same command again does the rest."""
+"""The commands of the recipe draw the files that its page names; a rerun completes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe's road from prompts to scores: one call, and again only what is missing; what it lacks it says before the first image."""
+"""The recipe from prompts to scores: one call, resumable, with all checks first."""
 
 from __future__ import annotations
 

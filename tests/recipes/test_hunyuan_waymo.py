@@ -1,4 +1,4 @@
-"""The commands of the recipe run as its page shows them, on a model they make themselves or are given, and draw what they promise."""
+"""The commands of the recipe run as on its page, with a tiny model or a given one."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_a_run_keeps_ten_checkpoints_whatever_its_length(steps: int, kept: int, 
     assert (found["ckpt_every"], found["ckpt_latest_every"]) == (kept, latest)
 
 
-def test_the_eight_prompts_are_drawn_unless_others_are_given_and_own_data_is_taken_whole() -> None:
+def test_the_eight_prompts_are_the_default_and_own_data_is_used_whole() -> None:
+    """The eight prompts are drawn unless others are given, and own data is used whole."""
     assert training.by_flags(TrainConfig())["sample_prompts"] == DRIVING_PROMPTS
     assert training.by_flags(TrainConfig(sample_prompts_file="mine.txt"))["sample_prompts"] == ()
     assert training.by_flags(TrainConfig())["max_images"] == 512

@@ -1,4 +1,4 @@
-"""The commands of the recipe run as its page shows them, on a tiny Wan they make themselves, on one process and on four."""
+"""The commands of the recipe run as on its page, with a tiny Wan, on one process and four."""
 
 from __future__ import annotations
 
@@ -206,7 +206,8 @@ def image_names(samples: Path, epoch: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_same_teacher(tmp_path: Path) -> None:
+def test_both_documented_commands_draw_the_same_teacher_images(tmp_path: Path) -> None:
+    """Both documented commands, on one process and on four, draw the same teacher images."""
     one, four = tmp_path / "one", tmp_path / "four"
     one.mkdir()
     four.mkdir()
@@ -323,9 +324,10 @@ class Alone:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapping", ["bare", "data_parallel"])
-def test_alone_and_under_data_parallel_it_is_one_process_and_draws_what_the_pipeline_draws(
+def test_alone_and_under_data_parallel_it_draws_what_the_pipeline_draws(
     tiny: Path, tmp_path: Path, wrapping: str
 ) -> None:
+    """Alone and under DataParallel it is one process and draws what the pipeline draws."""
     rows = sampled(Alone, tiny, tmp_path, wrapping, PROMPTS[:2])
     assert [row["file"] for row in rows] == [f"epoch_0003_rank_0_sample_0{k}.png" for k in range(2)]
     for row, wanted in zip(rows, plain(tiny, PROMPTS[:2]), strict=True):

@@ -1,4 +1,4 @@
-"""Commands shown on the pages of the documentation, and the small inputs with which tests run them."""
+"""Commands on the pages of the documentation, and the small inputs to run them with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Galleries for tests, in this process or as a command, and the errors of the browser that opens them."""
+"""Galleries in this process or as a command, and the errors of the browser."""
 
 from __future__ import annotations
 

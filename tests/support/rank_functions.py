@@ -1,4 +1,4 @@
-"""Small configs, and functions that ranks of a pool run: whole trainings and distillations of a second.
+"""Small configs, and functions for ranks of a pool: trainings and distillations.
 
 tests/conftest.py and the fork server of the pool import this module, so it imports torch only inside functions.
 """

@@ -1,4 +1,4 @@
-"""A pool of ranks for tests: processes that import torch once and then serve one small world after another.
+"""A pool of ranks: processes that import torch once and serve one world after another.
 
 Processes are forked from a server that has imported everything and computed nothing, so a rank that hung or died is replaced in a
 moment. Each call gets a fresh FileStore: no port, and nothing left over from the call before.

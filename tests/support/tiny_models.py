@@ -1,4 +1,4 @@
-"""Tiny real pipelines and feature extractors, built from config with random weights and tokenizers.
+"""Tiny real pipelines and feature extractors, built from config with random weights.
 
 Every pipeline builder writes a complete folder for `DiffusionPipeline.from_pretrained`: a few megabytes, safetensors, fixed
 seeds. Heads and gates that initialisation leaves at zero are filled, so that prompt, seed, steps and guidance all reach the

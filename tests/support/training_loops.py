@@ -1,4 +1,4 @@
-"""Small training loops for ranks: around an engine, in a user's script with RankSampler, and in a session."""
+"""Small training loops for ranks: of an engine, of a user with RankSampler, of a session."""
 
 from __future__ import annotations
 

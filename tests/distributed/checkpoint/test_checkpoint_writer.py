@@ -1,4 +1,4 @@
-"""A checkpoint that has its name is whole, survives every kill and is found out when it is damaged."""
+"""A checkpoint with a final name is complete, survives every kill, and damage is detected."""
 
 from __future__ import annotations
 

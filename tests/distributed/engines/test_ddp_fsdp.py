@@ -1,4 +1,4 @@
-"""What engines share: which parameters count, in which precision, where the optimizer lies, and what does not go together."""
+"""All engines: trained parameters, precision, optimizer state and bad combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 keep the laws of every engine, on a module small enough to be trained in milliseconds."""
+"""ZeRO 1, 2 and 3 obey the laws of every engine, on a module that trains in milliseconds."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def test_a_file_that_agrees_or_says_auto_is_accepted_and_its_other_keys_pass(ran
     assert ranks.run(1, training_loops.accepted, config, tmp_path)[0] == (3, 10)
 
 
-def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_name_of_its_extra(tmp_path: Path) -> None:
+def test_deepspeed_is_imported_on_demand_and_its_absence_names_the_extra(tmp_path: Path) -> None:
+    """DeepSpeed is imported only on demand; if it is missing, the error names its extra."""
     code = (
         "import sys; import halation.training.session; assert 'deepspeed' not in sys.modules\n"
         "import torch; sys.modules['deepspeed'] = None\n"

@@ -1,4 +1,4 @@
-"""Extractors behind one protocol: images prepared and embedded as transformers does it, and errors that say what to do."""
+"""Extractors prepare and embed images as transformers does; errors say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of features on a CUDA device: they know neither neighbours nor TF32, and say what a CPU says within rounding."""
+"""Features on a CUDA device do not depend on the batch or TF32 and match the CPU."""
 
 from __future__ import annotations
 

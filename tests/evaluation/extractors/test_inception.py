@@ -1,4 +1,4 @@
-"""FID's Inception: the features of torch-fidelity, pytorch-fid and clean-fid from the same weights, and weights that are safe to open."""
+"""FID's Inception has the features of other tools from the same weights, loaded safely."""
 
 from __future__ import annotations
 

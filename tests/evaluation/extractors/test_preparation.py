@@ -1,4 +1,4 @@
-"""How extractors prepare images: told whole by their facts, and in bounded memory whatever the image's shape."""
+"""Preparation of images is fully described by its settings and needs bounded memory."""
 
 from __future__ import annotations
 

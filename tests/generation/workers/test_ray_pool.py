@@ -1,4 +1,4 @@
-"""Laws of `--cluster ray`: the same files as on one machine, whatever becomes of nodes and processes, and nothing left behind."""
+"""Laws of `--cluster ray`: the files of one machine despite lost nodes and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is said before anything is drawn, with what it can; what an option does to the image is recorded."""
+"""Options that a pipeline lacks are refused early; the class of each option is recorded."""
 
 from __future__ import annotations
 

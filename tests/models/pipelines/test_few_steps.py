@@ -1,4 +1,4 @@
-"""Few steps: the times a pipeline's call really visits, and that our steps through them give the pipeline's own latents."""
+"""Few steps: the times that a pipeline visits, and latents equal to the pipeline's."""
 
 from __future__ import annotations
 
@@ -116,9 +116,8 @@ def test_few_steps_of_a_flow_are_equal_steps_of_shifted_time(pipeline: str, shif
 
 
 @pytest.mark.parametrize(("levels", "refused"), [(1000, {3, 6, 7}), (960, {7}), (500, {3, 6, 7, 8})])
-def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they_look_next(
-    levels: int, refused: set[int]
-) -> None:
+def test_steps_that_do_not_divide_a_table_are_refused_and_others_are_exact(levels: int, refused: set[int]) -> None:
+    """Steps that do not divide the table are refused; others land at the next evaluated time."""
     family, table = get_family("HunyuanDiTPipeline"), diffusers.DDPMScheduler(num_train_timesteps=levels)
     for num_steps in range(1, 9):
         if num_steps in refused:

@@ -1,4 +1,4 @@
-"""Pipeline folders that are not what they seem: each is refused with its reason, and nothing in them ever runs."""
+"""Unsafe or inconsistent pipeline folders are refused with a reason; nothing in them runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that steer a pipeline from inside: guidance cut short, half the frames for the first expert, other schedulers."""
+"""Options inside a pipeline: truncated guidance, half of the frames, other schedulers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_truncation_is_what_switching_guidance_off_by_callback_gives() -> None:
     np.testing.assert_array_equal(drawn(reopen("sd3", cfg_truncation_step=2), wanted), reference)
 
 
-def test_flux_with_a_true_guidance_scale_can_be_truncated_and_takes_a_negative_prompt() -> None:
+def test_flux_with_true_guidance_can_be_truncated_and_takes_negative_prompts() -> None:
+    """FLUX with a true guidance scale can be truncated and takes a negative prompt."""
     arguments = {"true_cfg_scale": 3.0}
     wanted = specs(*PROMPTS[:2], negative_prompt="blue")
     model = reopen("flux", arguments=arguments)

@@ -1,4 +1,4 @@
-"""What goes wrong inside a pipeline stays with the row it belongs to, and what can be repaired is."""
+"""An error inside a pipeline stays with its row, and what can be repaired is repaired."""
 
 from __future__ import annotations
 

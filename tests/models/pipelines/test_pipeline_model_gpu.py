@@ -1,4 +1,4 @@
-"""The laws of pipelines on a CUDA device: the same as on the CPU, and offloading, which only makes sense there."""
+"""Laws of pipelines on a CUDA device: as on the CPU, and offloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: without a whole vocabulary a folder is refused, and a prompt that is cut is named once."""
+"""A folder without a complete vocabulary is refused; a truncated prompt is logged once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two transformers as one module: whose rows are whose, what the pipeline draws with them, and that they are not trained."""
+"""Two transformers as one module: the split of rows, equal images, and no training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of students from their teachers': what is kept, to the bit, and that what is kept is worth more than chance."""
+"""Weights that a student takes from its teacher: exact, and better than random ones."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def test_every_weight_of_every_family_comes_from_the_teacher(family: str) -> Non
         assert torch.equal(weights[name], there[name][::2][:, columns])
 
 
-def test_blocks_that_a_family_makes_differently_take_from_the_nearest_that_is_like_them() -> None:
+def test_special_blocks_of_a_family_take_weights_from_the_nearest_like_them() -> None:
+    """Blocks that a family builds differently take weights from the nearest block like them."""
     teacher, student, cut = modules("sd3", layers=(0,))  # the last block of SD3 has no text to pass on
     weights = shrink_weights(teacher, student, cut)
     there = dict(teacher.named_parameters())

@@ -1,4 +1,4 @@
-"""Students in their pipelines: opened, found again from a description, exported, and drawn by diffusers alone."""
+"""Students in pipelines: opened, described, exported, and sampled by diffusers alone."""
 
 from __future__ import annotations
 

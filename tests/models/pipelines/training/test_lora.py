@@ -1,4 +1,4 @@
-"""LoRA adapters: training begins at the base model, nothing else is trained, and bad settings are refused."""
+"""LoRA starts at the base model and trains nothing else; bad settings are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline folder as something to train: what is refused, how texts come and go, how it is found again."""
+"""A pipeline folder as a trainable model: refusals, text encoders, description."""
 
 from __future__ import annotations
 

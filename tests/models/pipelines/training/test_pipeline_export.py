@@ -1,4 +1,4 @@
-"""Exports of fine-tuned pipelines: folders that diffusers and Halation open, with the trained weights and nothing else changed."""
+"""Exports of fine-tuned pipelines open in diffusers and Halation with the trained weights."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def test_adapters_that_are_exported_again_have_the_same_bytes(tmp_path: Path) ->
     assert len(found) == 1
 
 
-def test_merged_weights_keep_the_dtype_of_the_base_and_hunyuan_has_its_adapters_beside_it(tmp_path: Path) -> None:
+def test_merged_weights_keep_the_base_dtype_and_hunyuan_keeps_adapters_apart(tmp_path: Path) -> None:
+    """Merged weights keep the dtype of the base; Hunyuan's export has its adapters beside it."""
     base = tmp_path / "half"
     diffusers.DiffusionPipeline.from_pretrained(
         str(tiny_models.built("hunyuan")), dtype=torch.bfloat16

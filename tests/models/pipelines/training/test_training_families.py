@@ -1,4 +1,4 @@
-"""The laws of training diffusers families: their own training code's loss, their own pipeline's samples, each on a tiny real model."""
+"""Laws of training diffusers families: their own loss and samples, on tiny real models."""
 
 from __future__ import annotations
 
@@ -279,7 +279,8 @@ def test_prompt_seed_steps_and_guidance_each_change_a_sample_and_neighbours_do_n
 
 
 @pytest.mark.parametrize("family", ["hunyuan", "flux", pytest.param("wan_one", marks=pytest.mark.slow)])
-def test_recomputed_activations_give_the_same_gradients_and_half_precision_trains_everything(family: str) -> None:
+def test_recomputed_activations_and_half_precision_train_everything(family: str) -> None:
+    """Recomputed activations give the same gradients, and half precision trains every weight."""
     denoiser = opened(family)
     rows = Rows(denoiser, torch.tensor([0.2, 0.7]))
 
