@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from halation.distributed.launcher import num_gpus
 from halation.training.config import TrainConfig
-from support import rank_jobs
+from support import rank_functions
 from support.rank_pool import RankPool
 
 MAX_RACY_TESTS = 3
@@ -36,7 +36,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Three ranks that live as long as the session; see RankPool.run."""
-    preload = ["support.rank_jobs", "halation.training.session", "halation.sampling.command"]
+    preload = ["support.rank_functions", "halation.training.session", "halation.sampling.command"]
     if not num_gpus():  # diffusers and what it imports may touch the GPU, which a forked rank could then not use
         preload.append("halation.models.pipelines.training.denoiser")
     with RankPool(3, preload=preload) as pool:
@@ -46,7 +46,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def small_config() -> Callable[..., TrainConfig]:
     """`small_config(folder, **changes)`: a TrainConfig whose run takes about a second."""
-    return rank_jobs.small_config
+    return rank_functions.small_config
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

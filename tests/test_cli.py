@@ -1,4 +1,4 @@
-"""The command line answers at once, takes flags as people write them, and says what was found, expected and to be done."""
+"""The command line answers quickly, takes flags in all spellings, and explains its errors."""
 
 from __future__ import annotations
 

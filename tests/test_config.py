@@ -119,7 +119,8 @@ def test_settings_in_their_ranges_that_go_together_are_not_refused(changes: dict
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_the_settings_of_a_command_come_back_from_json_and_their_conflicts_name_settings(command: str) -> None:
+def test_settings_come_back_from_json_and_conflicts_name_settings(command: str) -> None:
+    """The settings of a command come back from JSON, and conflicts name the settings."""
     config_type = cli.config_type(command)
     required = {"run": Path("a/run"), "action": "stop", "checkpoint": "a/run"}
     names = {field.name: field for field in dataclasses.fields(config_type)}

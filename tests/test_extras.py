@@ -1,4 +1,4 @@
-"""What an optional library is missing for, and how to install it, is said in one error before anything is begun."""
+"""A missing optional library is reported in one error with the extra, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault points fire when and where they are asked to, prove it, and cost nothing otherwise."""
+"""Fault points fire when and where requested, leave a record, and cost nothing otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands leave behind stays what it was: files by their digests, exit codes, and runs that an older commit began."""
+"""Results of the commands are unchanged: digests, exit codes, runs of an older commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of users are opened only where they are regular, within limits, and where they belong."""
+"""User files are opened only if they are regular, within limits and inside their folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pip install .` installs: the whole package, with weights, cards, page and types, from a wheel or from a source archive."""
+"""`pip install .` installs the whole package with weights, cards, page and types."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
 import halation
 from halation.models.model_folder import FOLDER, bundled_names
@@ -116,7 +117,8 @@ print(json.dumps(missing))
 
 
 @pytest.mark.slow
-def test_with_nothing_but_the_declared_dependencies_every_module_is_there_or_needs_an_extra(tmp_path: Path) -> None:
+def test_with_declared_dependencies_every_module_imports_or_needs_an_extra(tmp_path: Path) -> None:
+    """With nothing but the declared dependencies every module imports or names an extra."""
     done = subprocess.run([sys.executable, "-c", BARE], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     missing = json.loads(done.stdout.splitlines()[-1])
@@ -188,3 +190,12 @@ def test_a_source_archive_holds_what_a_wheel_is_made_of(source: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in wanted()} <= names
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_a_citation_says_what_the_package_says() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation.keys() >= {"message", "title", "authors"}, "what the format asks for"
+    assert citation["version"] == halation.__version__
+    assert citation["license"] == "Apache-2.0"
+    assert citation["authors"] == [{"name": "Halation contributors"}]

@@ -16,7 +16,6 @@ import sys
 import termios
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -32,7 +31,6 @@ from halation.progress import (
     format_speed,
 )
 
-DEMO = Path(__file__).with_name("support") / "progress_demo.py"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -49,14 +47,14 @@ class Clock:
 def on_a_terminal(
     width: int, height: int, num_workers: int, seconds: float, job: str = "", **environment: str
 ) -> tuple[str, int]:
-    """What the demo writes to a pseudo terminal of this size, and its exit code."""
+    """The output of this file, run as a script, on a pseudo terminal of this size, and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     plain = {
         name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
     }
     process = subprocess.Popen(
-        [sys.executable, DEMO, "auto", str(num_workers), str(seconds), *job.split()],
+        [sys.executable, __file__, "auto", str(num_workers), str(seconds), *job.split()],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -101,7 +99,8 @@ def test_the_whole_counts_what_was_there_before_but_its_rate_is_this_calls() -> 
     assert progress.overall().remaining_s(clock()) == pytest.approx((100 - 62) / 2.0)
 
 
-def test_a_worker_that_takes_over_gets_a_longer_bar_and_one_that_is_finished_a_clock_that_stands() -> None:
+def test_a_takeover_lengthens_the_bar_and_a_finished_worker_stops_its_clock() -> None:
+    """A worker that takes over gets a longer bar; the clock of a finished worker stops."""
     clock = Clock()
     progress = GenerationProgress("none", ["GPU 0"], num_planned=100, num_done=0, clock=clock)
     progress.set_assigned("GPU 0", 50)
@@ -379,7 +378,8 @@ def test_telling_a_step_is_cheap() -> None:
 # -- lines
 
 
-def test_plain_lines_come_at_the_start_at_events_and_at_the_end_and_not_at_every_step() -> None:
+def test_plain_lines_come_at_start_events_and_end_and_not_at_every_step() -> None:
+    """Plain lines come at the start, at events and at the end, and not at every step."""
     stream, clock = io.StringIO(), Clock()
     with GenerationProgress(
         "auto", ["GPU 0", "GPU 1"], num_planned=10, num_done=3, num_failed=1, stream=stream, clock=clock
@@ -494,7 +494,7 @@ def test_json_lines_of_steps_go_to_standard_error(capsys: pytest.CaptureFixture[
 
 
 def test_json_lines_say_the_same_to_machines_on_standard_output() -> None:
-    done = subprocess.run([sys.executable, DEMO, "json", "4", "2.5"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, __file__, "json", "4", "2.5"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0]["event"] == "start"
@@ -519,7 +519,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_work(kind: str, job: str) -> 
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, DEMO, kind, "2", "0.4", *job.split()],
+        [sys.executable, __file__, kind, "2", "0.4", *job.split()],
         stdout=writer,
         stderr=subprocess.PIPE if kind == "json" and not job else writer,
         timeout=60,
@@ -530,7 +530,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_work(kind: str, job: str) -> 
 
 
 def test_none_writes_nothing() -> None:
-    done = subprocess.run([sys.executable, DEMO, "none", "2", "0.1"], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, __file__, "none", "2", "0.1"], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -539,3 +539,58 @@ def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> N
     code = f"import sys, {modules}; print(*{{'torch', 'rich'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "")
+
+
+# As a script: `test_progress.py KIND NUM_WORKERS SECONDS [step | watch]` shows a generation, a training or a watch.
+
+
+def play_generation(kind: str, num_workers: int, seconds: float) -> None:
+    workers = [f"GPU {number}" for number in range(num_workers)]
+    with GenerationProgress(
+        kind, workers, num_planned=1000 + 250 * num_workers, num_done=990, num_failed=10
+    ) as progress:
+        for worker in workers:
+            progress.set_assigned(worker, 250)
+            progress.set_state(worker, "loading")
+        for tick in range(40):
+            time.sleep(seconds / 40)
+            for number, worker in enumerate(workers):
+                if number in (1, 2) and tick == 15:
+                    progress.set_state(worker, "gone, started again (1)")
+                    progress.print_line(
+                        f"{worker} died of signal 9; its batch with the prompt '\x1b[2J\x07 a street' is drawn again"
+                    )
+                elif tick >= 5 and not (number in (1, 2) and 15 <= tick < 25):
+                    progress.set_step(worker, tick % 20 + 1, 20)
+                    progress.add_images(worker, 6, int(number == 3 and tick % 10 == 0))
+        for worker in workers:
+            progress.set_state(worker, "finished")
+
+
+def play_training(kind: str, seconds: float) -> None:
+    with StepProgress(kind, 600, 100) as progress:
+        for step in range(101, 601):
+            time.sleep(seconds / 500)
+            progress.update(step, f"mean loss {1 / step:.4f}  {step} images/s", {"loss": 1 / step})
+            if step % 100 == 0:
+                progress.print_line(f"checkpoint of step {step}\x1b[2J")
+
+
+def play_watch(kind: str, seconds: float) -> None:
+    with WatchProgress(kind) as progress:
+        for step in (200, 400):
+            for number in range(10):
+                progress.show_status(f"step {step}: drawing", f"{number} of 10 images")
+                time.sleep(seconds / 20)
+            progress.show_event("scored", f"step {step}: fd 3.2\x1b[2J", step=step, metrics={"fd": 3.2})
+        progress.show_event("warning", "step_0000600 was removed before it was scored; skipping it")
+
+
+if __name__ == "__main__":
+    kind, num_workers, seconds, *job = sys.argv[1:]
+    if job == ["step"]:
+        play_training(kind, float(seconds))
+    elif job == ["watch"]:
+        play_watch(kind, float(seconds))
+    else:
+        play_generation(kind, int(num_workers), float(seconds))

@@ -370,7 +370,8 @@ def test_utf_8_read_in_another_code_page_is_refused(tmp_path: Path, page: str, t
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the seed documents are not part of the project")
-def test_the_seed_document_in_the_wrong_code_page_is_refused_and_its_original_is_read(tmp_path: Path) -> None:
+def test_the_document_in_the_wrong_code_page_is_refused_and_the_original_read(tmp_path: Path) -> None:
+    """A prompt file in the wrong code page is refused; its UTF-8 original is read."""
     original, damaged = (next((SHARED / "seeds").glob(f"{number}_*")).read_bytes() for number in ("000", "001"))
     text = original.decode()
     assert [row.prompt for row in read_prompts(write(tmp_path, "p.txt", original))] == [

@@ -1,4 +1,4 @@
-"""Work is divided so that every spec is drawn once and every rank makes the same number of forwards."""
+"""Every spec is drawn once, and every rank makes the same number of forwards."""
 
 from __future__ import annotations
 

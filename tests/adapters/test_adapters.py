@@ -1,4 +1,4 @@
-"""Other people's trainers with the sampler plugged in: called once an update, and the weights they end with are the same."""
+"""The sampler in other trainers is called once an update and leaves their weights alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs at its small size on a CPU, finishes its table, and its two sides did the same work."""
+"""Every benchmark runs at its small size on a CPU, and both of its sides do the same work."""
 
 from __future__ import annotations
 

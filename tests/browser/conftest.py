@@ -1,6 +1,6 @@
-"""A real Chromium for the tests of the page: it reaches this machine alone, and what it complains of fails the test.
+"""A real Chromium that reaches this machine alone; its errors fail the test.
 
-Fixtures: `page` (a fresh 1280x800 page), `new_page(**options of a context)` for further or other ones, `complaints`.
+Fixtures: `page` (a new 1280x800 page), `new_page(**options of a context)` for more pages, `browser_errors`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.complaints import Complaints
+from support.gallery import BrowserErrors
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -55,19 +55,19 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def complaints() -> Complaints:
-    return Complaints()
+def browser_errors() -> BrowserErrors:
+    return BrowserErrors()
 
 
 @pytest.fixture
-def new_page(browser: Browser, complaints: Complaints) -> Iterator[Callable[..., Page]]:
+def new_page(browser: Browser, browser_errors: BrowserErrors) -> Iterator[Callable[..., Page]]:
     """`new_page(**options)`: a page in a context of its own; options as of playwright's `browser.new_context`."""
     contexts: list[BrowserContext] = []
 
     def make(**options: object) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         contexts.append(context)
-        complaints.listen(context)
+        browser_errors.listen(context)
         return context.new_page()
 
     yield make
@@ -75,7 +75,7 @@ def new_page(browser: Browser, complaints: Complaints) -> Iterator[Callable[...,
         for page in context.pages:
             page.evaluate("() => 0")  # answered after what was complained of before
         context.close()
-    complaints.settle()
+    browser_errors.check()
 
 
 @pytest.fixture

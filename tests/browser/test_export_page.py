@@ -1,4 +1,4 @@
-"""An exported page in a real browser, opened from disk: it shows its run without a server, without a complaint, and runs nobody's script."""
+"""An exported page works in a real browser without a server and runs no foreign script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, served by the real command: opened, walked through by mouse and keys, alive beside a training, and harmless."""
+"""The gallery page in a real browser: mouse, keys, live updates and harmful texts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from halation.gallery.run_catalog import make_run_id
 from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from support.commands import HALATION, started, train, until
-from support.complaints import Complaints
-from support.opened import Opened, opened
-from support.script_payloads import PAYLOADS
+from support.gallery import PAYLOADS, BrowserErrors, RunningGallery, run_gallery
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -74,8 +72,8 @@ def harmful(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with opened(folders, scratch=tmp_path_factory.mktemp("scratch")) as gallery:
+def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGallery]:
+    with run_gallery(folders, scratch=tmp_path_factory.mktemp("scratch")) as gallery:
         yield gallery
 
 
@@ -86,7 +84,7 @@ def text_of(page: Page, selector: str) -> str:
 # -- opening
 
 
-def test_the_link_opens_the_runs_and_enter_opens_one(served: Opened, page: Page) -> None:
+def test_the_link_opens_the_runs_and_enter_opens_one(served: RunningGallery, page: Page) -> None:
     served.enter(page)
     assert "token" not in page.url
     page.locator("a.run").nth(3).wait_for()
@@ -101,9 +99,9 @@ def test_the_link_opens_the_runs_and_enter_opens_one(served: Opened, page: Page)
 
 
 def test_nobody_comes_in_without_the_token_or_with_another_one(
-    served: Opened, page: Page, complaints: Complaints
+    served: RunningGallery, page: Page, browser_errors: BrowserErrors
 ) -> None:
-    complaints.expect("403")
+    browser_errors.expect("403")
     for path in ("/", "/?token=wrong", "/api/runs"):
         response = page.goto(served.address + path)
         assert response is not None
@@ -116,7 +114,7 @@ def test_nobody_comes_in_without_the_token_or_with_another_one(
 
 
 def test_rows_are_steps_and_columns_prompts_and_only_those_in_sight_are_there(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long")
     rows = page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher)")
@@ -134,7 +132,7 @@ def test_rows_are_steps_and_columns_prompts_and_only_those_in_sight_are_there(
 
 
 def test_the_viewer_moves_by_slider_and_keys_and_gives_the_focus_back(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long")
     cell = page.locator(CELL).nth(2)
@@ -160,7 +158,7 @@ def test_the_viewer_moves_by_slider_and_keys_and_gives_the_focus_back(
 
 
 def test_two_steps_are_compared_with_a_divider_that_moves_by_mouse_and_by_key(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long")
     page.locator(CELL).first.click()
@@ -190,7 +188,7 @@ def test_two_steps_are_compared_with_a_divider_that_moves_by_mouse_and_by_key(
 
 
 def test_curves_show_every_number_and_the_samples_where_the_pointer_is(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "long", "/curves")
     for metric in ("loss", "lr", "pictures_per_s", "mfu"):
@@ -205,7 +203,7 @@ def test_curves_show_every_number_and_the_samples_where_the_pointer_is(
 
 
 def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     held: list[Route] = []
     page.route(re.compile("/api/runs/[^/]+/config$"), lambda route: held.append(route))
@@ -220,14 +218,13 @@ def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for_more(
-    tmp_path: Path, page: Page
-) -> None:
+def test_samples_of_a_running_training_appear_and_more_can_be_requested(tmp_path: Path, page: Page) -> None:
+    """Samples of a running training appear without a reload, and the page can request more."""
     run = tmp_path / "runs" / "live"
     run.parent.mkdir()
     words = train(run, nproc=1, n_steps=100_000, ckpt_every=25, keep_last=1, sample=True, validation_images=0)
     with (
-        opened(run.parent, scratch=tmp_path, flags=("--allow_control",)) as gallery,
+        run_gallery(run.parent, scratch=tmp_path, flags=("--allow_control",)) as gallery,
         started([HALATION, *words], tmp_path / "train.log") as training,
     ):
         gallery.enter(page)
@@ -259,7 +256,9 @@ def test_samples_of_a_real_training_appear_by_themselves_and_it_can_be_asked_for
 # -- a generation
 
 
-def test_ten_thousand_images_scroll_with_few_of_them_in_the_page(served: Opened, folders: Path, page: Page) -> None:
+def test_ten_thousand_images_scroll_with_few_of_them_in_the_page(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
     served.show(page, folders / "many")
     page.locator("#grid [data-index='0'] img").wait_for()
     served.images(page, 8)
@@ -275,7 +274,7 @@ def test_ten_thousand_images_scroll_with_few_of_them_in_the_page(served: Opened,
 
 
 def test_words_states_and_seeds_find_images_and_the_address_finds_them_again(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "many")
     page.locator("#grid [data-index='0']").wait_for()
@@ -308,7 +307,7 @@ def test_words_states_and_seeds_find_images_and_the_address_finds_them_again(
 # -- for everybody
 
 
-def test_prompts_ids_and_scores_are_text_whatever_they_say(served: Opened, folders: Path, page: Page) -> None:
+def test_prompts_ids_and_scores_are_text_whatever_they_say(served: RunningGallery, folders: Path, page: Page) -> None:
     root = folders / "harmful"
     served.show(page, root / "train")
     page.locator(".matrix-prompt").first.wait_for()
@@ -335,7 +334,7 @@ def test_prompts_ids_and_scores_are_text_whatever_they_say(served: Opened, folde
 
 @pytest.mark.parametrize("scheme", [pytest.param("dark", marks=pytest.mark.slow), "light"])
 def test_everything_fits_a_phone_and_has_a_name(
-    served: Opened, folders: Path, new_page: Callable[..., Page], scheme: str
+    served: RunningGallery, folders: Path, new_page: Callable[..., Page], scheme: str
 ) -> None:
     page = new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     served.enter(page)
@@ -360,7 +359,9 @@ def test_everything_fits_a_phone_and_has_a_name(
     assert page.evaluate(UNNAMED) == []
 
 
-def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(served: Opened, folders: Path, page: Page) -> None:
+def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
     served.enter(page)
     page.locator("a.run").first.wait_for()
     page.evaluate(f"() => {{ location.hash = '#/run/{make_run_id(folders / 'long')}'; }}")
@@ -385,15 +386,15 @@ def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(served: Opene
 
 @pytest.mark.slow
 def test_a_gallery_that_was_started_anew_says_that_its_link_is_another(
-    folders: Path, tmp_path: Path, page: Page, complaints: Complaints
+    folders: Path, tmp_path: Path, page: Page, browser_errors: BrowserErrors
 ) -> None:
-    complaints.expect("403|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING")
-    with opened(folders / "harmful" / "train", scratch=tmp_path) as first:
+    browser_errors.expect("403|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING")
+    with run_gallery(folders / "harmful" / "train", scratch=tmp_path) as first:
         first.enter(page)
         page.locator("#connection[data-status='live']").wait_for()
         port = first.address.rpartition(":")[2]
     (tmp_path / "again").mkdir()
-    with opened(folders / "harmful" / "train", scratch=tmp_path / "again", flags=("--port", port)) as second:
+    with run_gallery(folders / "harmful" / "train", scratch=tmp_path / "again", flags=("--port", port)) as second:
         assert second.token != first.token
         page.locator("#connection[data-status='locked']").wait_for()
         page.goto(second.link)

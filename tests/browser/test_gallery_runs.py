@@ -1,4 +1,4 @@
-"""Runs beside each other in a real browser: a watch under its training, one run laid over another, and one that goes away."""
+"""Several runs in a real browser: a watch, a comparison and a run that goes away."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
 from halation.gallery.run_catalog import make_run_id
-from support.complaints import Complaints
-from support.opened import Opened, opened
+from support.gallery import BrowserErrors, RunningGallery, run_gallery
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,12 +45,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    with opened(folders, scratch=tmp_path_factory.mktemp("scratch")) as gallery:
+def served(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGallery]:
+    with run_gallery(folders, scratch=tmp_path_factory.mktemp("scratch")) as gallery:
         yield gallery
 
 
-def test_a_watch_stands_under_its_training_with_its_images_folded(served: Opened, folders: Path, page: Page) -> None:
+def test_a_watch_stands_under_its_training_with_its_images_folded(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
     served.enter(page)
     watch = make_run_id(folders / "first" / "watch")
     fold = page.locator(f".run-fold[data-fold='{watch}']")
@@ -70,7 +71,7 @@ def test_a_watch_stands_under_its_training_with_its_images_folded(served: Opened
 
 
 def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
-    served: Opened, folders: Path, page: Page
+    served: RunningGallery, folders: Path, page: Page
 ) -> None:
     served.show(page, folders / "first", "/curves")
     page.locator(".figure[data-metric='fd'] circle").nth(1).wait_for()
@@ -94,13 +95,13 @@ def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
 
 
 def test_a_run_that_goes_away_while_one_looks_says_so_and_leads_back(
-    served: Opened, folders: Path, page: Page, complaints: Complaints
+    served: RunningGallery, folders: Path, page: Page, browser_errors: BrowserErrors
 ) -> None:
     served.enter(page)
     page.locator("#runs-filter").fill("doomed")
     page.locator("#runs-filter").press("Enter")
     page.wait_for_function("() => document.activeElement.matches('button.cell')")
-    complaints.expect("404")
+    browser_errors.expect("404")
     shutil.rmtree(folders / "doomed")
     page.get_by_text("Not here any more").wait_for()
     page.locator("#all-runs").click()

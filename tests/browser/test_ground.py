@@ -1,4 +1,4 @@
-"""The ground that browser tests stand on: pages of this machine open, complaints are heard, nothing else is reached."""
+"""The browser fixtures open local pages, collect errors and reach no other host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from support.complaints import Complaints
+from support.gallery import BrowserErrors
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -50,31 +50,33 @@ def test_a_page_of_this_machine_opens_at_its_size_and_runs_its_script(site: tupl
     assert page.inner_text("p") == "1280x800"
 
 
-def test_what_the_browser_complains_of_is_heard(site: tuple[str, Path], page: Page, complaints: Complaints) -> None:
+def test_what_the_browser_complains_of_is_heard(
+    site: tuple[str, Path], page: Page, browser_errors: BrowserErrors
+) -> None:
     url, folder = site
     (folder / "index.html").write_text("<script>inline</script><script src='a.js'></script>")
     (folder / "a.js").write_text("console.error('said aloud'); fetch('http://1.1.1.1/far').catch(() => 0); nowhere()")
     page.goto(url)
     page.evaluate("fetch('http://1.1.1.1/near').catch(() => 0)")
     with pytest.raises(AssertionError, match="said aloud"):
-        complaints.settle()
-    complaints.expect("^console: said aloud")
-    complaints.expect("^uncaught: nowhere is not defined")
-    complaints.expect("^content policy: script-src-elem forbids inline")
-    complaints.expect("^content policy: connect-src forbids http://1.1.1.1")
-    complaints.expect("^console: .*Content Security Policy")
+        browser_errors.check()
+    browser_errors.expect("^console: said aloud")
+    browser_errors.expect("^uncaught: nowhere is not defined")
+    browser_errors.expect("^content policy: script-src-elem forbids inline")
+    browser_errors.expect("^content policy: connect-src forbids http://1.1.1.1")
+    browser_errors.expect("^console: .*Content Security Policy")
 
 
-def test_an_expected_complaint_that_never_comes_fails(complaints: Complaints) -> None:
-    complaints.settle()
-    complaints.expect("a word")
+def test_an_expected_complaint_that_never_comes_fails(browser_errors: BrowserErrors) -> None:
+    browser_errors.check()
+    browser_errors.expect("a word")
     with pytest.raises(AssertionError, match="never came"):
-        complaints.settle()
+        browser_errors.check()
 
 
-def test_other_machines_are_not_reached(page: Page, complaints: Complaints) -> None:
+def test_other_machines_are_not_reached(page: Page, browser_errors: BrowserErrors) -> None:
     page.set_content("<img src='http://1.1.1.1/far.png'>")
     page.wait_for_function("document.images[0].complete")
     assert page.evaluate("document.images[0].naturalWidth") == 0
-    complaints.expect("^asked for http://1.1.1.1/far.png")
-    complaints.expect("ERR_NAME_NOT_RESOLVED")
+    browser_errors.expect("^asked for http://1.1.1.1/far.png")
+    browser_errors.expect("ERR_NAME_NOT_RESOLVED")

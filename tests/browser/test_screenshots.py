@@ -1,6 +1,6 @@
-"""The images of the page that the documentation shows are taken here, of the runs below `HALATION_RUNS`, into `HALATION_SCREENSHOTS`.
+"""Take the screenshots of the documentation, of runs in `HALATION_RUNS`.
 
-Without a folder of real runs it makes some, and looks at the same pages in a temporary place.
+They are written to `HALATION_SCREENSHOTS`. Without a folder of real runs the test makes some and writes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from benchmarks.big_folders import generation_folder, training_folder
 
 from halation.images.png_codec import read_png
-from support.opened import Opened, opened
+from support.gallery import RunningGallery, run_gallery
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -66,7 +66,7 @@ def take(page: Page, path: Path) -> None:
 
 
 def test_each_page_has_its_image(runs: Path, album: Path, tmp_path: Path, new_page: Callable[..., Page]) -> None:
-    with opened(runs, scratch=tmp_path) as gallery:
+    with run_gallery(runs, scratch=tmp_path) as gallery:
         screen, phone = new_page(**WIDE), new_page(**PHONE)
         wide(gallery, screen, runs, album)
         gallery.enter(phone)
@@ -77,7 +77,7 @@ def test_each_page_has_its_image(runs: Path, album: Path, tmp_path: Path, new_pa
             page.goto("about:blank")  # one that is open would complain when the gallery ends
 
 
-def wide(gallery: Opened, page: Page, runs: Path, album: Path) -> None:
+def wide(gallery: RunningGallery, page: Page, runs: Path, album: Path) -> None:
     gallery.enter(page)
     page.locator("a.run").first.wait_for()
     take(page, album / "gallery_runs.png")

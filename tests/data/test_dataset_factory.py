@@ -21,7 +21,8 @@ def table(folder: Path, num: int) -> Path:
     return folder / "list.csv"
 
 
-def test_the_first_street_scenes_are_those_of_all_of_them_and_come_with_few_held_out_ones() -> None:
+def test_the_first_street_scenes_are_a_prefix_with_few_held_out_ones() -> None:
+    """The first N street scenes are a prefix of all scenes and have few held-out ones."""
     whole, few = open_dataset("streets", 32, 32, 64), open_dataset("streets", 32, 32, 64, max_images=10)
     assert whole.fingerprint == Streets(32, 32).fingerprint
     assert (few.num_train, few.num_validation) == (10, 64)

@@ -1,4 +1,4 @@
-"""One image file to pixels: what takes long or much memory is refused or waits, and everything else keeps its pixels."""
+"""Decoding keeps the pixels; files that take too much time or memory are refused or wait."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def test_transparency_over_white_has_the_same_pixels_in_strips(monkeypatch: pyte
         assert (decode.decode_full_size(stream.getvalue()) == np.asarray(expected)).all()
 
 
-def test_threads_together_hold_no_more_than_a_gate_lets_in_and_one_that_is_larger_passes_alone() -> None:
+def test_a_gate_bounds_the_memory_of_all_threads_and_passes_a_larger_one_alone() -> None:
+    """All threads together hold at most the limit of the gate; a larger image passes alone."""
     gate, held, most = decode._Gate(100), [0], [0]
 
     def work(amount: int) -> None:
@@ -123,9 +124,10 @@ def test_threads_together_hold_no_more_than_a_gate_lets_in_and_one_that_is_large
     assert 0 < most[0] <= 100
 
 
-def test_an_image_larger_than_all_threads_may_hold_passes_where_the_limits_are_raised(
+def test_an_image_over_the_limit_of_all_threads_passes_with_raised_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An image larger than the limit of all threads is decoded if the limits are raised."""
     Image.new("L", (9000, 8000)).save(tmp_path / "large.png")
     with pytest.raises(BrokenImageError, match=r"the limit is 64 million; .*--input_limits"):
         decode.decode(tmp_path / "large.png", 8, 8)

@@ -110,7 +110,8 @@ def test_the_parts_do_not_meet_and_lose_nothing() -> None:
     assert len(validation) == 64
 
 
-def test_more_images_move_none_of_the_others_below_the_limit_and_never_one_from_training_to_held_out() -> None:
+def test_added_images_move_no_image_from_training_to_held_out() -> None:
+    """Added images move no other image below the limit, and none from training to held-out."""
     before = split_validation(entries(300), 64)
     for num in (301, 400, 900):
         train, validation = split_validation(entries(num), 64)

@@ -1,4 +1,4 @@
-"""A folder's images of several sizes: what they were, the bucket each is cut to, and the first of them alone."""
+"""A folder with images of several sizes: original sizes, buckets and the first N alone."""
 
 from __future__ import annotations
 

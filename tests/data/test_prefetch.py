@@ -102,7 +102,8 @@ def test_processes_give_the_same_batches_as_threads() -> None:
         assert one["originals"].tolist() == other["originals"].tolist()
 
 
-def test_an_error_in_the_background_reaches_the_one_who_iterates_and_ends_the_threads() -> None:
+def test_an_error_in_the_background_is_raised_to_the_iterator_and_ends_the_threads() -> None:
+    """An error in a background thread is raised to the iterator and ends the threads."""
     order = ShuffledOrder(0, Counted.num_train)
     broken = order.index_at(12)
     batches = BatchPrefetcher(Counted(broken=broken), order, positions(10))

@@ -1,4 +1,4 @@
-"""Laws of rows by key that texts do not need: entries of rows, and shards that are closed by the clock."""
+"""Laws of cached rows by key: entries of rows, and shards that are closed by time."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ nums = st.integers(min_value=1, max_value=300)
 
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, num=nums, world_size=st.integers(1, 5), batch_size=st.integers(1, 40), epoch=st.integers(0, 3))
-def test_every_image_comes_once_an_epoch_however_positions_are_cut_into_ranks_and_batches(
+def test_every_image_comes_once_an_epoch_for_any_ranks_and_batches(
     seed: int, num: int, world_size: int, batch_size: int, epoch: int
 ) -> None:
+    """Every image comes once an epoch, for any split of positions into ranks and batches."""
     ranks = [ShuffledOrder(seed, num) for _ in range(world_size)]
     seen: list[int] = []
     step = world_size * batch_size
@@ -100,9 +101,10 @@ global_batches = st.integers(1, 24)
 
 @settings(max_examples=50, deadline=None)
 @given(seed=seeds, bucket_of=bucket_lists, size=global_batches)
-def test_every_global_batch_lies_in_one_bucket_and_its_images_are_never_ahead_by_more_than_one(
+def test_every_global_batch_lies_in_one_bucket_and_buckets_advance_evenly(
     seed: int, bucket_of: np.ndarray, size: int
 ) -> None:
+    """A global batch lies in one bucket, and no image is ahead of another by more than one."""
     order = BucketOrder(seed, bucket_of, size)
     num_seen = np.zeros(len(bucket_of), np.int64)
     for batch in range(3 * len(bucket_of) // size + 7):
@@ -135,9 +137,10 @@ def test_every_bucket_has_its_share_of_the_batches_after_every_epoch(
     world_size=st.integers(1, 5),
     batch=st.integers(0, 10**6),
 )
-def test_a_batch_is_the_same_however_it_is_cut_into_ranks_and_wherever_reading_starts(
+def test_a_batch_is_the_same_for_any_number_of_ranks_and_any_start(
     seed: int, bucket_of: np.ndarray, size: int, world_size: int, batch: int
 ) -> None:
+    """A batch is the same for any split into ranks and any start position."""
     positions = np.arange(batch * size, (batch + 3) * size)
     whole = BucketOrder(seed, bucket_of, size).indices_at(positions)
     assert whole.dtype == np.int64
@@ -178,7 +181,8 @@ def test_one_batch_of_a_million_images_takes_less_than_a_millisecond() -> None:
     assert sorted(times)[20] < 1e-3
 
 
-def test_no_images_no_batch_and_positions_before_the_start_are_our_mistake_with_buckets_too() -> None:
+def test_buckets_reject_no_images_no_batch_and_negative_positions() -> None:
+    """No images, batches of 0 and negative positions raise ValueError, with buckets too."""
     with pytest.raises(ValueError, match="at least one image"):
         BucketOrder(0, np.array([], np.int64), 4)
     with pytest.raises(ValueError, match="batches of 0"):

@@ -13,14 +13,14 @@ from halation import cli
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
-from support import tiny_teachers
+from support import rank_functions
 
 
 def asked(folder: Path, **changes: Any) -> DistillConfig:
     settings: dict[str, Any] = {
         "output_dir": folder / "run",
-        "teacher_path": str(tiny_teachers.dit()),
-        "data_path": str(tiny_teachers.prompts(folder)),
+        "teacher_path": str(rank_functions.tiny_teacher()),
+        "data_path": str(rank_functions.write_prompts(folder)),
     }
     return DistillConfig(**settings | changes)
 
@@ -125,7 +125,7 @@ def test_an_empty_list_of_prompts_is_refused_by_its_name(tmp_path: Path, capsys:
 def test_a_student_as_a_teacher_is_not_guided_again_and_one_of_few_steps_is_none(tmp_path: Path) -> None:
     """What a model is drawn with is what it answers with, unless somebody says otherwise."""
     assert distill.resolve_config(asked(tmp_path)).teacher_guidance == 2.0
-    folder = Path(shutil.copytree(tiny_teachers.dit(), tmp_path / "student"))
+    folder = Path(shutil.copytree(rank_functions.tiny_teacher(), tmp_path / "student"))
     description = json.loads((folder / "config.json").read_text())
     description["sampling"] |= {"guidance_scale": 1.0, "distilled": {"objective": "velocity"}}
     (folder / "config.json").write_text(json.dumps(description))
@@ -144,6 +144,6 @@ def test_short_forms_are_written_out(tmp_path: Path) -> None:
     assert config.student_steps == 4
     assert config.teacher_placement == "cpu"
     assert config.teacher_dtype == "bf16"
-    assert config.image_size == (tiny_teachers.SIDE, tiny_teachers.SIDE)
+    assert config.image_size == (rank_functions.SIDE, rank_functions.SIDE)
     assert config.data == config.data_path
     assert distill.resolve_config(config) == config, "ranks of torchrun write out what is written out already"

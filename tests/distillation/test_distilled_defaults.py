@@ -1,4 +1,4 @@
-"""Whoever draws from a student of few steps takes its steps by default, and hears of it where other ones are asked for."""
+"""A few-step student is sampled with its own steps by default; other steps give a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halation.images.png_codec import read_png
 from halation.models.model_path_resolver import DEFAULT_STEPS, resolve_model
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
-from support import tiny_pipelines
+from support import tiny_models
 
 SAMPLING: dict[str, Any] = {
     **{"sampler": "own", "height": 32, "width": 32, "guidance_scale": 1.0, "prompts": ["cat"], "steps": 4, "seed": 0},
@@ -96,14 +96,15 @@ def test_a_note_of_steps_that_is_none_is_refused(tmp_path: Path, distilled: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["wan", "hunyuan", "flux"])
-def test_a_distilled_run_its_samples_and_its_export_draw_the_same_without_being_told_how(
+def test_a_distilled_run_its_samples_and_its_export_draw_the_same_by_default(
     tmp_path: Path, family: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A distilled run, its samples and its export draw the same images with default settings."""
     run, prompts = tmp_path / "run", tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n")
     shape = written(tmp_path / "student.json", {"depth": 2, "width": None})
     config = DistillConfig(
-        **{"output_dir": run, "teacher_path": str(tiny_pipelines.built(family)), "student_config": str(shape)},
+        **{"output_dir": run, "teacher_path": str(tiny_models.built(family)), "student_config": str(shape)},
         **{"data_path": str(prompts), "objective": "trajectory", "student_steps": 2, "teacher_steps": 4},
         **{"teacher_states": 2, "image_size": (32, 32), "n_steps": 1, "batch_size": 1, "sample_prompts": PROMPTS},
         **{"sample_batch_size": 1, "sample_seed": 7, "nproc": 1, "progress": "none", "report_to": ()},

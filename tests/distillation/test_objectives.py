@@ -1,4 +1,4 @@
-"""Turns of the two networks of DMD: whatever the numbers, both see every one of the student's steps."""
+"""Turns of the two networks of DMD: both see every one of the student's steps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_both_networks_learn_from_each_of_the_students_steps_equally_often(num_s
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_only_the_network_whose_turn_it_is_gets_a_gradient_and_the_step_that_is_trained_alone() -> None:
+def test_only_the_network_and_the_step_being_trained_get_a_gradient() -> None:
+    """Only the network whose turn it is gets a gradient, and only through the trained step."""
     dmd, student = matching(4, 1)
     fake = dmd.fake.module
     step = 7  # the student's fourth turn: its last step
@@ -146,7 +147,8 @@ def test_features_are_those_of_the_prompts_branch_and_reach_student_and_projecti
     assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in blocks)
 
 
-def test_what_was_kept_of_a_guided_teacher_is_not_asked_again_and_features_take_one_forward() -> None:
+def test_cached_targets_of_a_guided_teacher_need_no_forward_and_features_one() -> None:
+    """Cached targets of a guided teacher are not computed again; features take one forward."""
     student, teacher = dit(), Teacher(dit(), guidance=2.0, device=torch.device("cpu"), dtype=torch.float32)
     features = FeatureMatching(student, teacher, 1.0)
     asked = with_state(rows(student, 0))

@@ -1,4 +1,4 @@
-"""Laws of what a teacher says once for all: a tiny DiT teaches, on as many ranks as you like."""
+"""Laws of cached teacher targets, with a tiny DiT as teacher, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -136,9 +136,10 @@ def test_lessons_do_not_depend_on_the_number_of_ranks(
 
 
 @every_kind
-def test_a_velocity_is_what_the_teacher_says_there_and_a_trajectory_s_answer_is_another(
+def test_a_velocity_target_is_the_teachers_output_and_a_trajectory_target_is_not(
     tmp_path: Path, teacher: Teacher, objective: str, images: bool
 ) -> None:
+    """A velocity target is the teacher's output at that state; a trajectory target differs."""
     school = School(tmp_path, teacher, plan(objective, images), num_items=5)
     school.build()
     state, t, target = school.everything()
@@ -225,7 +226,8 @@ def test_every_segment_of_a_image_s_trajectory_begins_at_the_noised_image(tmp_pa
             assert torch.allclose(expected[0], state[item, place])
 
 
-def test_the_first_segment_begins_as_drawing_does_with_noise_alone_though_a_table_leaves_some_image_in_it() -> None:
+def test_the_first_segment_begins_with_pure_noise_as_sampling_does() -> None:
+    """The first segment begins with pure noise, also if the table leaves some image at t = 1."""
     path = DDPMPath(torch.linspace(0.99, 0.1, 100), "epsilon")
     wanted = plan("trajectory", True)
     *_, made = compute_targets(
@@ -419,9 +421,8 @@ def test_more_steps_than_a_table_has_are_refused(tmp_path: Path, teacher: Teache
         school.build(path=DDPMPath(torch.linspace(0.99, 0.01, 20), "epsilon"))
 
 
-def test_a_way_keeps_no_more_states_than_it_has_and_a_folder_without_lessons_is_refused(
-    tmp_path: Path, teacher: Teacher
-) -> None:
+def test_a_trajectory_keeps_at_most_its_states_and_no_targets_are_refused(tmp_path: Path, teacher: Teacher) -> None:
+    """A trajectory keeps no more states than it has, and a folder without targets is refused."""
     school = School(tmp_path, teacher, plan("velocity", num_states=40), num_items=2)
     with pytest.raises(InputError, match="no cache in"):
         school.everything()
@@ -454,7 +455,7 @@ def known_way() -> tuple[NoisePath, Callable[..., Tensor]]:
     return path, answer
 
 
-def test_a_student_that_cannot_learn_all_draws_better_by_lessons_that_count_by_what_they_move() -> None:
+def test_targets_weighted_by_their_effect_make_a_small_student_better() -> None:
     """The student is linear in the state and in the time, so that what it learns is a least-squares problem."""
     times = (1.0, 0.7495, 0.4995, 0.2495, 0.0)
     wanted = plan(times=times, teacher_steps=40, num_states=8, sample_shape=(1,))

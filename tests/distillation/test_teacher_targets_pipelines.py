@@ -1,4 +1,4 @@
-"""The law that ties teacher targets to drawing: the way a teacher is followed along is the way its pipeline draws."""
+"""The trajectory of teacher targets is the trajectory by which the pipeline samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halation.models.denoiser import PIPELINE_SCHEDULER, SolverSettings
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch, SampleSpec
-from support import tiny_pipelines
+from support import tiny_models
 
 CPU = torch.device("cpu")
 TEXTS = ("a red car", "a tram at night")
@@ -31,7 +31,7 @@ def test_from_a_prompt_and_its_noise_a_teacher_s_few_steps_are_those_of_its_pipe
     tmp_path: Path, family: str
 ) -> None:
     student = open_student(
-        tiny_pipelines.built(family),
+        tiny_models.built(family),
         StudentConfig.read(""),
         init="teacher",
         seed=0,

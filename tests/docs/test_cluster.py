@@ -1,4 +1,4 @@
-"""The command that the page on clusters shows for torchrun, with both machines on this one."""
+"""The torchrun command of the cluster page runs, with both machines on this one."""
 
 from __future__ import annotations
 

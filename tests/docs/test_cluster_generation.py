@@ -1,10 +1,9 @@
-"""The scripts and manifests that the page on clusters shows for generation: run where that is possible, else read and checked."""
+"""Scripts on the cluster page run with a stand-in for srun; its manifests are checked."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,16 +16,18 @@ import pytest
 import yaml
 
 from halation.cli import parse
+from support.docs import manifest_commands
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 SCRIPTS = [script for script in re.findall(r"```bash\n(#!.*?)```", PAGE, re.DOTALL) if "halation generate" in script]
 MANIFESTS = [part for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for part in yaml.safe_load_all(block)]
 SMALL = "--model_path testcard:0.1 --height 32 --width 32 --batch_size 1 --nproc 1"
 
-# What srun does, as far as a task can tell: two tasks on two nodes, the step's variables, a bad exit code where one had it.
+# A stand-in for srun: two tasks on two nodes with the variables of a step; fails if one of them fails.
 SRUN = """#!/bin/bash
 for task in 0 1; do
-    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" &
+    export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)"
+    SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" &
     pids="$pids $!"
 done
 code=0
@@ -66,7 +67,8 @@ def test_a_script_draws_every_image(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.ranks
-def test_the_schedulers_warning_ends_the_one_node_script_early_and_asks_for_another_turn(tmp_path: Path) -> None:
+def test_the_warning_signal_ends_the_one_node_script_and_requeues_the_job(tmp_path: Path) -> None:
+    """The warning signal of the scheduler ends the one-node script early and requeues the job."""
     process = job(SCRIPTS[0], tmp_path, 400)
     deadline = time.monotonic() + 30
     while not drawn(tmp_path) and time.monotonic() < deadline:
@@ -75,19 +77,6 @@ def test_the_schedulers_warning_ends_the_one_node_script_early_and_asks_for_anot
     assert process.wait(30) == 143
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert 0 < drawn(tmp_path) < 400
-
-
-def commands(manifest: Any) -> Iterator[list[str]]:
-    """Everything in a manifest that is a command of ours."""
-    if isinstance(manifest, dict):
-        if isinstance(manifest.get("command"), list):
-            yield manifest["command"]
-        if isinstance(manifest.get("entrypoint"), str):
-            yield shlex.split(manifest["entrypoint"])
-        manifest = list(manifest.values())
-    if isinstance(manifest, list):
-        for part in manifest:
-            yield from commands(part)
 
 
 def pods(manifest: Any) -> Iterator[dict[str, Any]]:
@@ -103,7 +92,7 @@ def pods(manifest: Any) -> Iterator[dict[str, Any]]:
 def test_the_commands_of_the_manifests_are_ours_and_lie_on_what_is_mounted() -> None:
     claims = {manifest["metadata"]["name"] for manifest in MANIFESTS if manifest["kind"] == "PersistentVolumeClaim"}
     for manifest, cluster in ((MANIFESTS[0], "files"), (MANIFESTS[2], "auto")):
-        (command,) = commands(manifest)
+        (command,) = manifest_commands(manifest)
         assert command[:2] == ["halation", "generate"]
         config = parse("generate", command[2:])
         assert config.cluster == cluster
@@ -118,7 +107,7 @@ def test_the_commands_of_the_manifests_are_ours_and_lie_on_what_is_mounted() -> 
 
 def test_the_ray_job_asks_for_as_many_workers_as_its_nodes_have_gpus() -> None:
     spec = MANIFESTS[2]["spec"]
-    (command,) = commands(MANIFESTS[2])
+    (command,) = manifest_commands(MANIFESTS[2])
     num_gpus = sum(
         group["replicas"] * box["resources"]["limits"]["nvidia.com/gpu"]
         for group in spec["rayClusterSpec"]["workerGroupSpecs"]

@@ -1,4 +1,4 @@
-"""Every command of ours on every page that no other test runs is run here, small, in a folder that holds what it names."""
+"""Commands outside of `<!-- run -->` blocks run, made small, with the inputs they name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from halation import cli
-from support.page_commands import ROOT, Command, commands, pages, scripts
-from support.page_furniture import HALATION, Store, environment, furnish, small
+from support.docs import HALATION, Command, Inputs, commands, environment, pages, place_inputs, shrink_flags
 
 PATIENCE_S = 120
 ONLY_READ = {
@@ -28,15 +27,15 @@ ONLY_READ = {
     "--version": "tests/test_cli.py asks for it",
     "...": "no whole command",
 }
-"""Words of commands that are not run here, and why; test_every_command.py reads them by the real command line all the same."""
+"""Words of commands that are not run here, and why. test_every_command.py parses them all the same."""
 
 
 def to_run() -> Iterator[Command]:
-    """Each command once, wherever and how often it stands on the pages."""
+    """Each different command once."""
     seen = set()
-    for page in pages() + scripts():
+    for page in pages():
         for command in commands(page):
-            words = command.ours()
+            words = command.arguments()
             told = {*command.words, *(name for name, _ in command.environment)}
             if words and command.code is None and not told & ONLY_READ.keys() and words not in seen:
                 seen.add(words)
@@ -44,29 +43,29 @@ def to_run() -> Iterator[Command]:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("furniture"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return Inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def beginning(words: tuple[str, ...]) -> list[str]:
-    """The command as this machine can take it: names below this folder, and no GPUs by number."""
+    """The command with paths relative to the folder and without `--gpu_ids`."""
     result: list[str] = []
     flag = ""
     for word in words:
         flag = word if word.startswith("--") else flag
-        if flag != "--gpu_ids" and word != "$@":
+        if flag != "--gpu_ids":
             result.append(word.lstrip("/") or word)
     return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param(command, id=command.where) for command in to_run()])
-def test_a_command_that_a_page_shows_works(command: Command, store: Store, tmp_path: Path) -> None:
-    words = beginning(command.ours() or ())
+def test_a_command_that_a_page_shows_works(command: Command, inputs: Inputs, tmp_path: Path) -> None:
+    words = beginning(command.arguments() or ())
     config = cli.parse(words[0], words[1:])
     if words[0] != "ctl":
-        furnish(store, words[0], config, tmp_path)
-    line = [HALATION, *words, *small(store, words[0], config, tmp_path)]
+        place_inputs(inputs, words[0], config, tmp_path)
+    line = [HALATION, *words, *shrink_flags(inputs, words[0], config, tmp_path)]
     settings = {**environment(tmp_path), **dict(command.environment), "CUDA_VISIBLE_DEVICES": ""}
     if words[0] == "gallery" and config.export is None:
         check_served(line, tmp_path, settings)
@@ -82,7 +81,7 @@ def check_done(line: list[str], folder: Path, settings: dict[str, str]) -> None:
 
 
 def check_served(line: list[str], folder: Path, settings: dict[str, str]) -> None:
-    """It says its link, and Ctrl+C ends it."""
+    """The gallery prints its link, and Ctrl+C ends it."""
     with subprocess.Popen(
         [*line, "--port", "0"], cwd=folder, env=settings, stdout=subprocess.PIPE, text=True
     ) as server:
@@ -97,7 +96,7 @@ def check_served(line: list[str], folder: Path, settings: dict[str, str]) -> Non
 
 
 def check_asked(line: list[str], config: Any, folder: Path, settings: dict[str, str]) -> None:
-    """A training that runs meanwhile takes what it is asked for."""
+    """Send the request to a training that runs meanwhile."""
     model = "--model tiny --image_size 32 --patch_size 8 --batch_size 1 --sample_steps 1 --validation_images 0"
     training = [HALATION, "train", *model.split(), "--n_steps", "1000000", "--report_to", "none", "--nproc", "1"]
     command = [*training, "--output_dir", str(config.run)]
@@ -110,30 +109,3 @@ def check_asked(line: list[str], config: Any, folder: Path, settings: dict[str, 
         finally:
             process.terminate()
     assert process.returncode == (0 if config.action == "stop" else 143)
-
-
-def who_runs(command: Command) -> list[Path]:
-    """The tests of the script that a command runs: those of its recipe by name, else those of the folder it lies in."""
-    [script] = [word for word in command.words if word.endswith((".py", ".sh"))][:1]
-    beside = command.page.parent / script
-    parts = (beside if beside.exists() else ROOT / script).relative_to(ROOT).parts
-    return list((ROOT / "tests" / parts[0]).glob(f"test_*{parts[1]}*.py" if parts[0] == "recipes" else "test_*.py"))
-
-
-def test_scripts_that_pages_show_are_run_by_somebody() -> None:
-    found = [
-        command
-        for page in pages()
-        for command in commands(page)
-        if command.code is None
-        and command.words[0] in ("python", "bash", "torchrun")
-        and any(word.endswith((".py", ".sh")) for word in command.words)
-    ]
-    assert len(found) > 10
-    assert not [f"{command.where}: {' '.join(command.words)}" for command in found if not who_runs(command)]
-
-
-def test_who_is_said_to_run_something_is_there() -> None:
-    named = {word.strip(";,") for why in ONLY_READ.values() for word in why.split() if word.startswith("tests/")}
-    assert len(named) > 3
-    assert all((ROOT / name).is_file() for name in named)

@@ -24,7 +24,7 @@ from halation.evaluation.metrics.kid import kernel_distance
 from halation.evaluation.metrics.moments import moments
 from halation.evaluation.metrics.nearest_neighbors import prdc
 from halation.images.png_codec import encode_png
-from support import tiny_extractors
+from support import tiny_models
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
 NUM, SIZE = 8, 32
@@ -58,7 +58,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "output": place / "report.json",
         "bootstrap": 2,
         "prompts": str(place / "prompts.csv"),
-        "clip_model": str(tiny_extractors.clip(place / "clip")),
+        "clip_model": str(tiny_models.clip_model(place / "clip")),
     }
     files: dict[str, Any] = {"generated": str(place / "scenes")}
     live: dict[str, Any] = {"model_path": "testcard", "height": SIZE, "width": SIZE, "num_inference_steps": 1}

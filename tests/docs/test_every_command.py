@@ -1,4 +1,4 @@
-"""Every command on every page is understood: ours by the real command line, the others' targets and files are there. Nothing is run."""
+"""Every command on a page parses; targets and scripts that it names exist. Nothing runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import halation
 from halation import cli
 from halation.config import validate_settings
 from halation.errors import InputError
-from support.page_commands import ROOT, Command, blocks, commands, pages, scripts
+from support.docs import ROOT, Command, blocks, commands, pages, without_blocks
 
 PAGES = pages()
-LEFT_OUT = {"...": "further flags", "[--flags]": "further flags", "$@": "what a script was told"}
-"""Words of a page that stand for none."""
+LEFT_OUT = {"...", "[--flags]"}
+"""Placeholders for further flags."""
 STAND_FOR = {"PORT": "8642", "N": "2", "STEP": "1000", "STEPS": "1000"}
-"""Words of a page that stand for a number. Those that stand for a name or a path (RUN, DIR, FOLDER) may be any word and need no entry."""
+"""Placeholders for numbers. Those for names and paths (RUN, DIR, FOLDER) parse as they are."""
 WORDS_FOR_ANY = {"COMMAND"}
-"""What pages write where any of the commands is meant."""
+"""Placeholders for any command."""
 
 
 def misunderstood(command: Command) -> str:
-    """Why the command line refuses a command of ours; empty where it does not."""
-    words = [STAND_FOR.get(word, word) for word in command.ours() or () if word not in LEFT_OUT]
+    """The error of the parser for a `halation` command; empty if there is none."""
+    words = [STAND_FOR.get(word, word) for word in command.arguments() or () if word not in LEFT_OUT]
     if not words or words[0] in ("--version", "--help", *WORDS_FOR_ANY):
         return ""
     if words[0] not in cli.COMMANDS:
@@ -62,12 +62,12 @@ def file_of(command: Command) -> Path | None:
 
 
 def wrong(found: Iterator[Command]) -> list[str]:
-    """A sentence for each command that a reader could not run as it stands there."""
+    """A message for each command that cannot be run as it is on the page."""
     result = []
     for command in found:
-        if command.code:  # a command that is refused is shown on purpose, and its exit code is checked where it is run
+        if command.code:  # test_commands.py runs it and checks its exit code
             continue
-        if command.ours() is not None:
+        if command.arguments() is not None:
             why = misunderstood(command)
         elif command.words[0] == "make":
             words = [word for word in command.words if "'" not in word]
@@ -81,61 +81,18 @@ def wrong(found: Iterator[Command]) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES + scripts()])
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
 def test_every_command_of_a_page_is_understood(page: Path) -> None:
     assert not wrong(commands(page)), "\n".join(wrong(commands(page)))
 
 
 def test_the_pages_have_commands_of_each_kind() -> None:
     found = [command for page in PAGES for command in commands(page)]
-    ours = [words[0] for command in found if (words := command.ours())]
+    ours = [words[0] for command in found if (words := command.arguments())]
     assert {"train", "distill", "sample", "generate", "evaluate", "watch", "ctl", "gallery"} <= set(ours)
     assert any(command.words[0] == "make" for command in found)
     assert len([command for command in found if file_of(command)]) > 10
-    assert {"torchrun", "srun"} <= {command.words[0] for command in found if command.ours()}
-
-
-SAMPLE = """
-```bash
-halation train --n_stpes 3                # line 3
-SOME=1 .venv/bin/halation sample --checkpoint run --prompts "a; b" '#c' > log 2>&1 && make no_such_target
-torchrun --nnodes 2 \\
-    -m halation.cli train --image_size big
-srun --kill-on-bad-exit=1 python -m halation.cli trian; bash scripts/nowhere.sh
-cat > x.txt <<'END'
-halation nonsense in a file
-END
-halation ctl RUN sample --wait_s N; halation train --config my.yaml --n_steps 3
-halation gallery --port PORT ...
-command="halation generate --prompts_csv a.csv --modle_path b"
-echo "two
-lines"; python -c 'nowhere.py'
-if halation evaluate --metrics fidd; then true; fi
-```
-
-```
-it's a tree of files: halation trian
-halation distil it
-```
-
-<!-- run: exit 2 -->
-```bash
-halation train --nothing
-```
-
-```yaml
-command: [halation, generate, --cluser, files]
-```
-"""
-
-
-def test_what_cannot_be_is_found_with_its_page_and_line() -> None:
-    said = wrong(commands(ROOT / "docs" / "page.md", SAMPLE))
-    lines = [int(re.match(r"docs/page\.md:(\d+)", text)[1]) for text in said]  # type: ignore[index]
-    assert lines == [3, 4, 5, 7, 7, 13, 16, 21, 30], said
-    assert "n_stpes" in said[0]
-    assert "no_such_target" in said[1]
-    assert "nowhere.sh" in said[4]
+    assert {"torchrun", "srun"} <= {command.words[0] for command in found if command.arguments()}
 
 
 def calls(text: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -184,6 +141,5 @@ def test_the_example_of_the_package_says_what_is_there() -> None:
 
 def test_commands_that_pages_name_in_passing_exist() -> None:
     for page in PAGES:
-        text = re.sub(r"^(`{3,}).*?^\1$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for name in re.findall(r"`halation ([a-zA-Z]\w*)", text):
+        for name in re.findall(r"`halation ([a-zA-Z]\w*)", without_blocks(page)):
             assert name in cli.COMMANDS or name in WORDS_FOR_ANY, f"{page}: halation {name}"

@@ -1,4 +1,4 @@
-"""Laws of `halation evaluate`: the same bits by any number of ranks, resumed or live; every number with its provenance, or an error."""
+"""Laws of `halation evaluate`: the same bits on any ranks, resumed or live; provenance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from halation.evaluation.config import EvaluateConfig
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
 from halation.images.png_codec import encode_png
-from support import tiny_extractors
+from support import tiny_models
 from support.commands import finish, fired, halation, started, until
 
 NUM, SIZE = 44, 32
@@ -47,8 +47,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name == "generated":
                 rows.append(f'{number:03d},"{image.caption}"')
     (folder / "prompts.csv").write_text("\n".join(rows) + "\n")
-    tiny_extractors.dinov2(folder / "dino")
-    tiny_extractors.clip(folder / "clip")
+    tiny_models.dinov2_model(folder / "dino")
+    tiny_models.clip_model(folder / "clip")
     return folder
 
 
@@ -115,9 +115,10 @@ def test_three_ranks_with_decoding_processes_give_the_bits_of_one_rank_without(
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.faults
-def test_killed_in_the_middle_and_run_again_gives_the_same_bits_and_computes_only_what_is_missing(
+def test_a_killed_evaluation_resumes_to_the_same_bits(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
+    """A killed evaluation, run again, gives the same bits and computes only what is missing."""
     cache = tmp_path / "other"
     words = command(
         defaults(scenes) | {"nproc": 2, "cache_dir": cache, "output": tmp_path / "two.json", "progress": "none"}
@@ -225,7 +226,7 @@ def test_statistics_of_another_tool_are_read_and_those_of_another_extractor_refu
     facts = {"num_features": 32, "extractor": "dino"}
     with pytest.raises(InputError, match="created with other settings"):
         read_statistics([tmp_path / "ours.safetensors"], facts)
-    other = tiny_extractors.dinov2(tmp_path / "dino", seed=1)
+    other = tiny_models.dinov2_model(tmp_path / "dino", seed=1)
     with pytest.raises(HalationError, match="weights_sha256"):
         score(reference=(str(tmp_path / "ours.safetensors"),), extractor=str(other))
 
@@ -265,7 +266,7 @@ def test_a_damaged_chunk_is_noticed_and_computed_again(tmp_path: Path, score: Ca
 def test_how_a_model_wants_its_images_is_part_of_what_features_are_filed_under(
     scenes: Path, tmp_path: Path, score: Callable[..., dict[str, Any]]
 ) -> None:
-    folder = tiny_extractors.clip(tmp_path / "clip")
+    folder = tiny_models.clip_model(tmp_path / "clip")
     wanted = {"extractor": str(folder), "metrics": ("fd",)}
     before = score(**wanted)["metrics"]["fd"]["value"]
     settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -405,7 +406,7 @@ def made(folder: Path) -> Path:
 
 
 def inception(folder: Path) -> str:
-    return str(tiny_extractors.inception_pth(folder / "inception.pth"))
+    return str(tiny_models.inception_pth(folder / "inception.pth"))
 
 
 def saved(scenes: Path, folder: Path) -> str:

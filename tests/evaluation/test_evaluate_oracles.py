@@ -1,4 +1,4 @@
-"""`halation evaluate` says what torch-fidelity, pytorch-fid, clean-fid and torchmetrics say of the same files and weights."""
+"""`halation evaluate` agrees with other tools on the same files and weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from halation.data.streets import Streets
 from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
-from support import oracles, tiny_extractors
+from support import oracles, tiny_models
 
 # The oracles', about scipy's next release and about covariances of fewer images than features.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Matrix is singular")
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name == "generated":
                 image = image.resize((48, 48)).resize((96, 96))
             image.save(folder / name / f"{number:03d}.png")
-    tiny_extractors.inception_pth(folder / "inception.pth")
+    tiny_models.inception_pth(folder / "inception.pth")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Images are made ready by any number of threads with the same bits, in their order, and broken ones are named."""
+"""Any number of threads prepares images with the same bits in order and names broken ones."""
 
 from __future__ import annotations
 
@@ -194,9 +194,10 @@ def decoders(command: Started) -> list[int]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_command_ends_in_seconds_when_a_decode_process_does_or_when_it_is_told_to(
+def test_the_command_ends_in_seconds_after_a_decode_process_dies_or_a_signal(
     tmp_path: Path, ending: signal.Signals
 ) -> None:
+    """The command ends within seconds if a decode process dies or a signal arrives."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)

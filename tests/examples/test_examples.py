@@ -1,4 +1,4 @@
-"""Every example trains on one rank and on two, and leaves images that do not depend on which."""
+"""Every example trains on one rank and on two and writes the same images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that were damaged or made up never crash, hang or swell a reader; those that once did are kept and replayed."""
+"""Damaged and invented files never crash or hang a reader; former findings are replayed."""
 
 from __future__ import annotations
 

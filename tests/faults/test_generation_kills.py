@@ -1,4 +1,4 @@
-"""Whoever is killed, stopped or interrupted, and whenever: the same command ends in the folder of a call that nobody disturbed."""
+"""After any kill, stop or interrupt the same command ends in the same folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from support import generation_checker as checker
-from support.commands import Started, fired, started, until
-from support.generation_commands import (
-    assert_completed_by_the_same_command,
-    assert_whole,
+from support import run_readers
+from support.commands import (
+    Started,
+    assert_generated,
+    assert_resumed,
+    fired,
     generate,
-    run,
-    said,
+    generate_log,
+    run_generate,
+    started,
+    until,
     worker_pids,
 )
 
@@ -48,8 +51,8 @@ def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, i
         words = generate(folder, MANY, nproc=nproc, model_path="testcard:0.05")
         with started(words, folder / "log", "paint:1+:sleep=0.001") as command:
             starts += 1
-            done = checker.num_done(folder / "out")
-            until(lambda done=done: checker.num_done(folder / "out") > done or command.process.poll() is not None)
+            done = run_readers.num_done(folder / "out")
+            until(lambda done=done: run_readers.num_done(folder / "out") > done or command.process.poll() is not None)
             for _ in range(generator.randint(1, 4)):
                 time.sleep(generator.uniform(0.0, 0.25))
                 if command.process.poll() is not None:
@@ -70,8 +73,8 @@ def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, i
                 command.kill_all()
                 killed_parents += 1
                 killed_workers += nproc
-        assert list(checker.bad_images(folder / "out")) == [], "a final name never stands for half an image"
-        if checker.num_done(folder / "out") == MANY.count("\n"):
+        assert list(run_readers.damaged_images(folder / "out")) == [], "a final name never stands for half an image"
+        if run_readers.num_done(folder / "out") == MANY.count("\n"):
             break
     return killed_workers, killed_parents, starts
 
@@ -82,8 +85,8 @@ def assert_kills_change_nothing(folder: Path, seed: int, num_kills: int) -> str:
     killed_workers, killed_parents, starts = kill_at_random(folder, seed, num_kills)
     words = generate(folder, MANY, nproc=2)
     with started(words, folder / "log", "paint:1+:sleep=0.001") as command:
-        assert command.process.wait(60) == 0, said(folder)
-    assert_whole(folder, MANY)
+        assert command.process.wait(60) == 0, generate_log(folder)
+    assert_generated(folder, MANY)
     num_batches = MANY.count("\n") // 4
     again = num_painted(folder) - num_batches
     told = (
@@ -117,9 +120,9 @@ def test_forty_random_kills_change_nothing(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("point", ["open", "write", "fsync", "rename", "renamed"])
 def test_a_worker_killed_at_each_step_of_publishing_costs_nothing(tmp_path: Path, point: str) -> None:
     """One worker, so that the batch with the fault is its own however late others would have started."""
-    assert run(tmp_path, f"picture.{point}:2:kill:0:once", nproc=1) == 0
+    assert run_generate(tmp_path, f"picture.{point}:2:kill:0:once", nproc=1) == 0
     assert fired(tmp_path / "log") == [f"picture.{point}:2:kill:0"]
-    assert_whole(tmp_path)
+    assert_generated(tmp_path)
 
 
 # Every point that it passes is one of a slow law, below.
@@ -141,15 +144,15 @@ def test_a_supervisor_killed_at_each_step_of_its_writing_loses_nothing(tmp_path:
             command.until_gone(10)
         assert (code == -signal.SIGKILL) == bool(fired(tmp_path / "log"))
         num_fired += len(fired(tmp_path / "log"))
-        assert list(checker.bad_images(tmp_path / "out")) == []
-        if checker.num_done(tmp_path / "out") == 24:  # so that there is something to record and to list once more
+        assert list(run_readers.damaged_images(tmp_path / "out")) == []
+        if run_readers.num_done(tmp_path / "out") == 24:  # so that there is something to record and to list once more
             next((tmp_path / "out").glob("*.png")).unlink()
     assert num_fired == len(PARENT_POINTS)
-    assert_completed_by_the_same_command(tmp_path)
+    assert_resumed(tmp_path)
 
 
 def wait_until_drawing(command: Started, folder: Path, at_least: int = 1) -> None:
-    until(lambda: checker.num_done(folder / "out") >= at_least, command=command)
+    until(lambda: run_readers.num_done(folder / "out") >= at_least, command=command)
 
 
 def test_workers_go_with_their_parent_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -158,8 +161,8 @@ def test_workers_go_with_their_parent_and_the_same_command_goes_on(tmp_path: Pat
         assert len(worker_pids(command)) == 3
         command.process.kill()
         command.until_gone(10)
-    assert checker.num_done(tmp_path / "out") < 24
-    assert_completed_by_the_same_command(tmp_path)
+    assert run_readers.num_done(tmp_path / "out") < 24
+    assert_resumed(tmp_path)
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -173,24 +176,24 @@ def test_a_stopped_workers_batches_are_drawn_by_others_and_waking_up_changes_not
         os.kill(stopped, signal.SIGSTOP)
         if nproc == 2:
             others = time.monotonic()
-            until(lambda: checker.num_done(tmp_path / "out") == 24 or time.monotonic() - others > 20)
-            assert checker.num_done(tmp_path / "out") == 24, "the other one has drawn its share too"
+            until(lambda: run_readers.num_done(tmp_path / "out") == 24 or time.monotonic() - others > 20)
+            assert run_readers.num_done(tmp_path / "out") == 24, "the other one has drawn its share too"
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         assert command.process.wait(30) == 0, command.said()
-    assert_whole(tmp_path)
+    assert_generated(tmp_path)
 
 
 def test_a_second_command_on_the_folder_is_refused_at_once_and_told_who_holds_it(tmp_path: Path) -> None:
     with started(generate(tmp_path, nproc=1), tmp_path / "first", "paint.000013:1:stop") as command:
         until(lambda: bool(fired(tmp_path / "first")), command=command)
         began = time.monotonic()
-        assert run(tmp_path) == 2
+        assert run_generate(tmp_path) == 2
         assert time.monotonic() - began < 10, "it does not wait for the one that stands still"
-        assert f"is in use by `halation generate`, process {command.process.pid} on " in said(tmp_path)
+        assert f"is in use by `halation generate`, process {command.process.pid} on " in generate_log(tmp_path)
         os.kill(worker_pids(command)[0], signal.SIGCONT)
         assert command.process.wait(30) == 0, "and the first one does not notice"
-    assert_whole(tmp_path)
+    assert_generated(tmp_path)
 
 
 def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float) -> str:
@@ -200,16 +203,16 @@ def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float
     words = generate(folder, model_path="testcard:0.25", batch_size=1, nproc=2)
     with started(words, folder / "log") as command:
         wait_until_drawing(command, folder)
-        before = checker.num_done(folder / "out")
+        before = run_readers.num_done(folder / "out")
         os.kill(command.process.pid, number)
         assert command.process.wait(within_s) == code, command.said()
         command.until_gone(5)
-    assert checker.num_done(folder / "out") > before, "batches that were begun are finished"
-    assert checker.leftovers(folder / "out") == []
-    assert "run the same command to generate them" in said(folder)
-    assert checker.summary(folder / "out")["interrupted"] is True
-    assert len(checker.metadata(folder / "out")) == checker.num_done(folder / "out")
-    return said(folder)
+    assert run_readers.num_done(folder / "out") > before, "batches that were begun are finished"
+    assert run_readers.leftovers(folder / "out") == []
+    assert "run the same command to generate them" in generate_log(folder)
+    assert run_readers.summary(folder / "out")["interrupted"] is True
+    assert len(run_readers.metadata_rows(folder / "out")) == run_readers.num_done(folder / "out")
+    return generate_log(folder)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_one_signal_finishes_the_batches_that_are_begun_and_ends(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     interrupted(tmp_path, number, code, within_s=20)
-    assert_completed_by_the_same_command(tmp_path, batch_size=1)
+    assert_resumed(tmp_path, batch_size=1)
 
 
 def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> None:
@@ -235,8 +238,8 @@ def test_two_signals_end_it_at_once_and_leave_nothing_behind(tmp_path: Path) -> 
         os.kill(command.process.pid, signal.SIGINT)
         assert command.process.wait(20) == 130, "sooner than its batch would have been finished"
         command.until_gone(5)
-    assert checker.leftovers(tmp_path / "out") == []
-    assert_completed_by_the_same_command(tmp_path, micro_batch=4)
+    assert run_readers.leftovers(tmp_path / "out") == []
+    assert_resumed(tmp_path, micro_batch=4)
 
 
 @pytest.mark.slow
@@ -247,8 +250,8 @@ def test_a_worker_that_hangs_does_not_keep_a_signal_waiting_for_good(tmp_path: P
         time.sleep(2.2)
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.process.wait(20) == 143
-    assert checker.leftovers(tmp_path / "out") == []
-    assert_completed_by_the_same_command(tmp_path)
+    assert run_readers.leftovers(tmp_path / "out") == []
+    assert_resumed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +271,9 @@ def test_signals_while_planning_and_while_loading_end_it_cleanly(
         os.kill(command.process.pid, number)
         assert command.process.wait(10) == code, command.said()
         command.until_gone(5)
-    assert "Traceback" not in said(tmp_path)
-    assert checker.leftovers(tmp_path / "out") == []
-    assert_completed_by_the_same_command(tmp_path)
+    assert "Traceback" not in generate_log(tmp_path)
+    assert run_readers.leftovers(tmp_path / "out") == []
+    assert_resumed(tmp_path)
 
 
 def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         wait_until_drawing(command, tmp_path)
         os.kill(command.process.pid, signal.SIGHUP)
         assert command.process.wait(30) == 0, command.said()
-    assert_whole(tmp_path)
+    assert_generated(tmp_path)
 
 
 def test_a_signal_while_workers_start_ends_it_cleanly(tmp_path: Path) -> None:
@@ -287,8 +290,8 @@ def test_a_signal_while_workers_start_ends_it_cleanly(tmp_path: Path) -> None:
         until(lambda: bool(worker_pids(command)), command=command)
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.process.wait(10) == 143, command.said()
-    assert checker.leftovers(tmp_path / "out") == []
-    assert_completed_by_the_same_command(tmp_path)
+    assert run_readers.leftovers(tmp_path / "out") == []
+    assert_resumed(tmp_path)
 
 
 @pytest.mark.slow
@@ -307,8 +310,8 @@ def test_a_supervisor_killed_at_every_point_it_passes_loses_nothing(
         if not fired(folder / "log"):
             break
         number += 1
-        assert not (folder / "out").exists() or list(checker.bad_images(folder / "out")) == []
-        assert_completed_by_the_same_command(folder, few)
+        assert not (folder / "out").exists() or list(run_readers.damaged_images(folder / "out")) == []
+        assert_resumed(folder, few)
     with capsys.disabled():
         print(f"\nthe supervisor was killed at each of {number} points")  # noqa: T201
     assert number > 30
@@ -327,12 +330,12 @@ def test_a_worker_killed_at_every_point_it_passes_loses_nothing(
         words = generate(folder, few, nproc=1)
         with started(words, folder / "log", f"*:{number + 1}:kill:0:once", SUPERVISOR) as command:
             code = command.process.wait(30)
-        assert list(checker.bad_images(folder / "out")) == []
+        assert list(run_readers.damaged_images(folder / "out")) == []
         if not fired(folder / "log"):
             break
         number += 1
-        assert code == 0, said(folder)
-        assert_whole(folder, few)
+        assert code == 0, generate_log(folder)
+        assert_generated(folder, few)
     with capsys.disabled():
         print(f"\nthe worker was killed at each of {number} points")  # noqa: T201
     assert number > 20
@@ -351,10 +354,10 @@ def test_a_million_rows_are_resumed_in_ten_seconds_and_a_gibibyte(
     generator = random.Random(11)
     words = generate(tmp_path, prompts, nproc=2, model_path="testcard:0.02")
     for _call in range(11):
-        done = checker.num_done(tmp_path / "out")
+        done = run_readers.num_done(tmp_path / "out")
         began = time.monotonic()
         with started(words, tmp_path / "log") as command:
-            until(lambda done=done: checker.num_done(tmp_path / "out") > done, 120, command)
+            until(lambda done=done: run_readers.num_done(tmp_path / "out") > done, 120, command)
             times.append(time.monotonic() - began)
             time.sleep(generator.uniform(0.0, 0.3))
             status = Path(f"/proc/{command.process.pid}/status").read_text()
@@ -369,4 +372,6 @@ def test_a_million_rows_are_resumed_in_ten_seconds_and_a_gibibyte(
     assert max(times[1:]) < 10
     assert max(peaks) < 1024
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["changes"] == []
-    assert checker.images(tmp_path / "out").keys() >= {f"{index:07d}_seed{index + 42}.png" for index in range(4)}
+    assert run_readers.image_digests(tmp_path / "out").keys() >= {
+        f"{index:07d}_seed{index + 42}.png" for index in range(4)
+    }

@@ -1,4 +1,4 @@
-"""Foreign files cannot run code, hang a command or fill its memory; damaged ones are named; no secret reaches a file."""
+"""Foreign files run no code and exhaust no resources; damage is named; secrets stay out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import pytest
 from PIL import Image
 
 import halation as halation_package
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import finish, halation, train
 
 CANARY = "canary-5b1f"
@@ -101,7 +101,7 @@ def committed(folder: Path) -> Path:
     }
     commit["seal"] = hashlib.sha256(json.dumps(commit, sort_keys=True).encode()).hexdigest()
     (folder / "COMMIT.json").write_text(json.dumps(commit))
-    assert checker.problem(folder) is None
+    assert run_readers.checkpoint_problem(folder) is None
     return folder
 
 
@@ -185,11 +185,12 @@ def test_hostile_and_damaged_folders_are_refused_and_nothing_of_theirs_runs(run:
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_start_over(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused_without_start_over(tmp_path: Path) -> None:
+    """A run with only damaged checkpoints is refused until it is told to start over."""
     checkpoints = tmp_path / "run" / "checkpoints"
     words = train(tmp_path / "run", nproc=1, n_steps=2, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    wanted = checker.bits(checkpoints / "step_0000002")
+    wanted = run_readers.checkpoint_digests(checkpoints / "step_0000002")
     for state in checkpoints.glob("step_*/state.json"):
         state.write_text("{}")
     before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
@@ -203,19 +204,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_it_is_told_to_
     assert commands.last_step(tmp_path / "run") == 2, "what was learned is still told"
     assert finish(halation([*words, "--restart"]), tmp_path / "fourth") == 0, (tmp_path / "fourth").read_text()
     assert "starting over at step 0" in (tmp_path / "run" / "logs" / "train.log").read_text()
-    assert checker.bits(checkpoints / "step_0000002") == wanted
+    assert run_readers.checkpoint_digests(checkpoints / "step_0000002") == wanted
     assert len(list(checkpoints.glob("damaged_step_*"))) == 2
     assert finish(halation([*words, "--restart"]), tmp_path / "fifth") == 0
     assert (tmp_path / "run" / "logs" / "train.log").read_text().count("starting over at step 0") == 1
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_one_before(
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     tmp_path: Path,
 ) -> None:
+    """A damaged newest checkpoint is reported, and the run resumes from the one before."""
     words = train(tmp_path / "run", nproc=1, n_steps=4, ckpt_every=1)
     assert finish(halation(words), tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    wanted = checker.bits(tmp_path / "run" / "checkpoints" / "step_0000004")
+    wanted = run_readers.checkpoint_digests(tmp_path / "run" / "checkpoints" / "step_0000004")
     victim = tmp_path / "run" / "checkpoints" / "step_0000004" / "optimizer.safetensors"
     data = bytearray(victim.read_bytes())
     data[-100] ^= 1
@@ -224,7 +226,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_says_so_and_goes_on_from_the_o
     said = (tmp_path / "second").read_text()
     assert "step_0000004 is damaged: optimizer.safetensors does not have the SHA-256 it was saved with" in said
     assert "damaged checkpoint renamed to" in said
-    assert checker.bits(tmp_path / "run" / "checkpoints" / "step_0000004") == wanted
+    assert run_readers.checkpoint_digests(tmp_path / "run" / "checkpoints" / "step_0000004") == wanted
     assert len(list((tmp_path / "run" / "checkpoints").glob("damaged_step_0000004_*"))) == 1
     assert "resuming from step 3" in (tmp_path / "run" / "logs" / "train.log").read_text()
     assert commands.last_step(tmp_path / "run") == 4

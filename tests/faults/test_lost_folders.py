@@ -1,4 +1,4 @@
-"""A folder that is removed, moved, replaced, made read-only or filled while a command writes to it: one message, and the same command goes on."""
+"""A folder lost, replaced or filled during a command: one message, and a rerun resumes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support import checker
-from support import generation_checker as generated
-from support.commands import Started, finish, halation, started, train, until
-from support.generation_commands import PROMPTS, generate, unbroken
+from support import run_readers
+from support.commands import PROMPTS, Started, finish, generate, halation, started, train, undisturbed_generation, until
 
 pytestmark = pytest.mark.faults
 
@@ -68,8 +66,10 @@ def slow_generation(folder: Path, **settings: object) -> list[str]:
 
 
 def assert_generated(folder: Path) -> None:
-    assert generated.problems(folder, PROMPTS.count("\n")) == []
-    assert generated.state(folder) == unbroken(PROMPTS, 4), "other bytes than without a disturbance"
+    assert run_readers.generation_problems(folder, PROMPTS.count("\n")) == []
+    assert run_readers.images_and_metadata(folder) == undisturbed_generation(PROMPTS, 4), (
+        "other bytes than without a disturbance"
+    )
 
 
 @pytest.mark.slow
@@ -116,7 +116,8 @@ def test_a_generation_whose_ledger_is_removed_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_lost_while_a_batch_takes_long_ends_the_command_before_the_batch_ends(tmp_path: Path) -> None:
+def test_a_folder_lost_during_a_long_batch_ends_the_command_before_the_batch(tmp_path: Path) -> None:
+    """A folder lost during a long batch ends the command before the batch ends."""
     with started(slow_generation(tmp_path, model_path="testcard:60"), tmp_path / "log") as command:
         until(lambda: (tmp_path / "out" / "ledger.sqlite").exists(), command=command)
         until(lambda: "loading" in command.said(), command=command)
@@ -152,7 +153,7 @@ def test_a_generation_whose_folder_becomes_read_only_goes_on_when_it_is_writable
             folder.chmod(0o755)
     assert "giving up on image" not in command.said()
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
-    assert generated.images(folder) == unbroken(PROMPTS, 4)[0]
+    assert run_readers.image_digests(folder) == undisturbed_generation(PROMPTS, 4)[0]
 
 
 # -- several commands on one folder
@@ -170,8 +171,8 @@ def test_commands_that_share_a_folder_end_when_it_is_moved_and_go_on_when_it_is_
     assert not (tmp_path / lost).exists()
     os.rename(tmp_path / "moved", tmp_path / lost)
     assert finish(words, tmp_path / "third") == 0, (tmp_path / "third").read_text()
-    assert generated.images(tmp_path / "out") == unbroken(PROMPTS, 4)[0]
-    assert generated.metadata(tmp_path / "out")
+    assert run_readers.image_digests(tmp_path / "out") == undisturbed_generation(PROMPTS, 4)[0]
+    assert run_readers.metadata_rows(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_leases_that_are_removed_while_commands_share_a_folder_are_made_again(tm
         for command in (first, second):
             assert command.process.wait(60) == 0, command.said()
             assert "Traceback" not in command.said()
-    assert generated.images(tmp_path / "out") == unbroken(PROMPTS, 4)[0]
+    assert run_readers.image_digests(tmp_path / "out") == undisturbed_generation(PROMPTS, 4)[0]
     assert list(leases.iterdir()) == []
 
 
@@ -199,9 +200,10 @@ def long_training(folder: Path, nproc: int, **settings: object) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("lose", [move, replace])
-def test_a_training_whose_folder_is_moved_goes_on_from_its_checkpoint_when_it_is_back(
+def test_a_training_resumes_from_its_checkpoint_when_a_moved_folder_is_back(
     tmp_path: Path, lose: Callable[[Path], None], nproc: int
 ) -> None:
+    """A training whose folder was moved resumes from its checkpoint when the folder is back."""
     run = tmp_path / "run"
     with started(long_training(run, nproc, max_restarts=1), tmp_path / "log") as command:
         until(lambda: (run / "checkpoints" / "step_0000040").exists(), command=command)
@@ -211,11 +213,11 @@ def test_a_training_whose_folder_is_moved_goes_on_from_its_checkpoint_when_it_is
     assert set(left) <= {"metrics.jsonl"}, "at most a line of the moment before it was noticed"
     shutil.rmtree(run, ignore_errors=True)
     put_back(run)
-    newest = max(checker.good(run / "checkpoints"))
+    newest = max(run_readers.valid_checkpoints(run / "checkpoints"))
     words = halation(train(run, nproc=nproc, n_steps=newest + 2, ckpt_every=20, keep_last=2))
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
     assert f"resuming from step {newest}" in (run / "logs" / "train.log").read_text()
-    assert checker.leftovers(run) == []
+    assert run_readers.leftovers(run) == []
 
 
 @pytest.mark.slow
@@ -243,7 +245,7 @@ def test_a_training_whose_folder_becomes_read_only_goes_on_when_it_is_writable(
             assert_ends_with_one_message(command, f"{run} is no longer writable: Permission denied")
         finally:
             run.chmod(0o755)
-    newest = max(checker.good(run / "checkpoints"))
+    newest = max(run_readers.valid_checkpoints(run / "checkpoints"))
     words = halation(train(run, n_steps=newest + 2, ckpt_every=20, keep_last=2))
     assert finish(words, tmp_path / "second") == 0, (tmp_path / "second").read_text()
 

@@ -1,4 +1,4 @@
-"""A disk that takes no more: the run ends with a sentence, what was saved stays, and with space it goes on to the same bits."""
+"""A full disk ends a training with a message; with space it resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import finish, fired, halation, train
 
 
@@ -21,7 +21,7 @@ def test_a_disk_that_is_full_from_the_start_is_told_in_a_sentence(tmp_path: Path
     assert "No space left on device" in said
     assert "run the same command again" in said
     assert "Traceback" not in said
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []
 
 
 @pytest.mark.slow
@@ -39,9 +39,13 @@ def test_a_disk_that_fills_up_while_saving_ends_the_run_and_space_lets_it_go_on(
     assert f"{run / 'checkpoints'}: No space left on device" in said
     assert "free some space" in said
     assert "Traceback" not in said
-    assert list(checker.good(run / "checkpoints")) == list(checker.checkpoints(run / "checkpoints")) == [2]
+    assert (
+        list(run_readers.valid_checkpoints(run / "checkpoints"))
+        == list(run_readers.checkpoints(run / "checkpoints"))
+        == [2]
+    )
     assert finish(words, tmp_path / "log") == 0
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()
 
 
 @pytest.mark.slow
@@ -49,4 +53,4 @@ def test_a_disk_that_refuses_once_costs_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert finish(halation(train(run)), tmp_path / "log", "checkpoint.part:4:EIO:0;publish.fsync:3:ENOSPC:1") == 0
     assert sorted(fired(tmp_path / "log")) == ["checkpoint.part:4:EIO:0", "publish.fsync:3:ENOSPC:1"]
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()

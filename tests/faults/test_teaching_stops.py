@@ -1,4 +1,4 @@
-"""A distillation that is asked to stop while its teacher is asked keeps what was said, and goes on with the rest."""
+"""A distillation stopped while it builds targets keeps them and resumes with the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import commands, tiny_teachers
+from support import commands, rank_functions
 from support.commands import finish, halation, started
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,7 +28,7 @@ def test_a_signal_while_the_teacher_is_asked_costs_one_item_a_rank(
     tmp_path: Path, nproc: int, number: signal.Signals, code: int
 ) -> None:
     flags: dict[str, object] = {
-        **{"teacher_path": tiny_teachers.dit(), "data_path": tiny_teachers.prompts(tmp_path), "nproc": nproc},
+        **{"teacher_path": rank_functions.tiny_teacher(), "data_path": rank_functions.write_prompts(tmp_path), "nproc": nproc},
         **{"trajectories": NUM_ITEMS, "teacher_steps": NUM_STEPS, "teacher_batch_size": 1, "sample": False},
         **{"n_steps": 1, "batch_size": 2, "report_to": "none", "progress": "none", "output_dir": tmp_path / "run"},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A training that is killed at random instants, again and again, ends with the bits of one that nobody touched."""
+"""A training killed at random times ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import finish, halation, started, train
 
 SLOWLY = "train.step:1+:sleep=0.1;checkpoint.fsync:1+:sleep=0.05"
@@ -35,8 +35,8 @@ def kill_until(folder: Path, seed: int, num_kills: int) -> tuple[int, int]:
             command.kill_all()
             kills += 1
         inside += bool(list((run / "checkpoints").glob(".saving_*")))
-        steps = checker.checkpoints(run / "checkpoints")
-        assert all(checker.problem(path) is None for path in steps.values())
+        steps = run_readers.checkpoints(run / "checkpoints")
+        assert all(run_readers.checkpoint_problem(path) is None for path in steps.values())
         assert max(steps, default=0) >= best, "what was saved once stays"
         best = max(steps, default=0)
     return kills, inside
@@ -44,7 +44,7 @@ def kill_until(folder: Path, seed: int, num_kills: int) -> tuple[int, int]:
 
 def assert_same_bits(folder: Path) -> None:
     assert finish(halation(train(folder / "run")), folder / "log") == 0, (folder / "log").read_text()
-    assert commands.last_bits(folder / "run") == commands.unbroken()
+    assert commands.last_bits(folder / "run") == commands.undisturbed_training()
 
 
 @pytest.mark.slow  # one kill of each kind is fast: tests/ranks/test_launch.py

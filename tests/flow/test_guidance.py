@@ -24,7 +24,8 @@ CONDITION, NULL = {"label": torch.tensor([1.0, 2.0, 3.0])}, {"label": torch.tens
 X, T = torch.arange(6.0).reshape(3, 2), torch.tensor(0.5, dtype=torch.float64)
 
 
-def test_guidance_extrapolates_from_the_null_to_the_conditional_prediction_in_one_forward() -> None:
+def test_guidance_extrapolates_from_null_to_conditional_in_one_forward() -> None:
+    """Guidance extrapolates from the null to the conditional prediction in one forward."""
     predict = Recorder()
     scales = torch.tensor([0.0, 1.0, 3.0])
     velocity = guided_velocity(predict, CONDITION, NULL, scales)(X, T)

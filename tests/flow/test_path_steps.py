@@ -1,4 +1,4 @@
-"""Laws of the paths' steps: what an answer stands for, where it leads, and which answer leads somewhere."""
+"""Laws of the paths' steps: the meaning of an output, its step, and the output for a step."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def of(timesteps: Tensor) -> Tensor:
         max_size=4,
     ),
 )
-def test_the_leading_answer_lands_where_it_should_whatever_the_times_of_the_other_rows(
+def test_the_leading_answer_is_right_for_any_times_of_the_other_rows(
     path: NoisePath, seed: int, pairs: list[tuple[int, int]]
 ) -> None:
+    """The answer that leads to a given point gets there for any times of the other rows."""
     x, end, _ = draws(len(pairs), seed)
     t = of(torch.tensor([first for first, _ in pairs]))
     last = torch.tensor([last for _, last in pairs])

@@ -6,7 +6,8 @@ import torch
 from halation.flow.paths import interpolate, shift_times, times_from_uniform, velocity_target
 
 
-def test_the_path_starts_at_the_image_ends_at_the_noise_and_moves_with_the_target_velocity() -> None:
+def test_the_path_leads_from_image_to_noise_with_the_target_velocity() -> None:
+    """The path starts at the image, ends at the noise and moves with the target velocity."""
     x0, noise = torch.randn(2, 3, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.equal(interpolate(x0, noise, torch.zeros(3)), x0)
     assert torch.equal(interpolate(x0, noise, torch.ones(3)), noise)

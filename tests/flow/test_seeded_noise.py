@@ -36,7 +36,8 @@ def test_the_largest_seed_and_far_positions_are_accepted() -> None:
     assert np.isfinite(training_draw(MAX_SEED, 2**40, (2,)).noise).all()
 
 
-def test_a_training_draw_depends_on_seed_and_position_and_its_uniforms_not_on_the_shape() -> None:
+def test_training_noise_depends_on_seed_and_position_and_uniforms_on_no_shape() -> None:
+    """Training noise depends on seed and position; its uniforms do not depend on the shape."""
     draw = training_draw(1, 2, (3, 4, 4))
     again = training_draw(1, 2, (3, 4, 4))
     assert np.array_equal(draw.noise, again.noise)

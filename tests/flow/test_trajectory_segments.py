@@ -1,4 +1,4 @@
-"""Laws of trajectories from noise to an image: where they go, how exactly, and which states are kept."""
+"""Laws of trajectories from noise to an image: their end, accuracy and kept states."""
 
 from __future__ import annotations
 

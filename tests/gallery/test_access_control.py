@@ -1,4 +1,4 @@
-"""The guard lets in who has the link, and nobody by another name, another page or another method."""
+"""Access needs the link; other host names, pages and methods are rejected."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def cookie_of(asked: AccessMiddleware, host: str = "127.0.0.1:8642", token: str 
     return ask(asked, query=f"token={token}", host=host).headers["set-cookie"].partition(";")[0]
 
 
-def test_the_link_gives_a_cookie_that_opens_every_path_and_leaves_no_token_in_the_address() -> None:
+def test_the_link_sets_a_cookie_for_every_path_and_removes_the_token() -> None:
+    """The link sets a cookie that opens every path and leaves no token in the address."""
     asked = guard()
     entered = ask(asked, query=f"token={TOKEN}")
     assert (entered.status, entered.headers["location"]) == (303, "/")
@@ -118,7 +119,8 @@ def test_the_link_gives_a_cookie_that_opens_every_path_and_leaves_no_token_in_th
             assert ask(asked, path, method=method, cookie=f"a=b; {cookie_of(asked)}; c").let_in
 
 
-def test_without_the_cookie_every_path_is_forbidden_and_the_page_says_where_the_link_is() -> None:
+def test_without_the_cookie_every_path_is_forbidden_and_the_link_is_explained() -> None:
+    """Without the cookie every path is forbidden, and the page says where the link is printed."""
     asked = guard()
     name, _, value = cookie_of(asked).partition("=")
     wrong = ["", name, f"{name}=", f"{name}={value[:-1]}", f"{name}={value}x", f"{name}={TOKEN}", f"{name}x={value}"]
@@ -131,7 +133,8 @@ def test_without_the_cookie_every_path_is_forbidden_and_the_page_says_where_the_
     assert ask(asked, "/api/runs").headers["content-type"] == "application/json"
 
 
-def test_a_wrong_token_is_forbidden_and_sets_no_cookie_but_an_old_link_does_not_lock_out_who_is_in() -> None:
+def test_a_wrong_token_is_forbidden_and_an_old_link_keeps_the_session() -> None:
+    """A wrong token is forbidden and sets no cookie, but an old link does not end a session."""
     asked = guard()
     for token in (
         "",
@@ -263,7 +266,8 @@ def test_what_a_browser_says_of_the_asking_page_is_heard() -> None:
         assert ask(asked, "/api/runs", cookie=cookie, sec_fetch_site=site).let_in
 
 
-def test_a_link_in_another_page_works_where_a_strict_cookie_would_not_come_back_from_a_redirect() -> None:
+def test_a_link_in_another_page_works_although_the_cookie_is_strict() -> None:
+    """A link in another page works although a strict cookie is not sent after a redirect."""
     said = ask(
         guard(),
         query=f"token={TOKEN}",
@@ -277,7 +281,8 @@ def test_a_link_in_another_page_works_where_a_strict_cookie_would_not_come_back_
     assert "SameSite=Strict" in said.headers["set-cookie"]
 
 
-def test_on_the_network_addresses_and_own_names_are_accepted_and_the_token_is_still_needed() -> None:
+def test_on_the_network_addresses_and_own_names_still_need_the_token() -> None:
+    """On the network, addresses and own names are accepted, and the token is still needed."""
     names = AllowedHosts("0.0.0.0", ["Gpu01", "gpu01.local"])
     names.add("gpu01.cluster.example")
     asked = guard(names=names)

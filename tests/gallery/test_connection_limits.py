@@ -1,4 +1,4 @@
-"""A gallery under thousands of connections that send nothing, half a request, or read nothing still answers its user."""
+"""A gallery answers its user under thousands of idle, partial or slow connections."""
 
 from __future__ import annotations
 
@@ -296,7 +296,8 @@ def test_nothing_that_a_client_without_the_link_sends_becomes_a_traceback(folder
 
 
 @pytest.mark.ranks
-def test_pages_that_listen_have_a_limit_of_their_own_and_the_next_one_gets_a_sentence(folder: Path) -> None:
+def test_event_streams_have_their_own_limit_and_a_message_beyond_it(folder: Path) -> None:
+    """Pages that listen to events have their own limit, and the next one gets a message."""
     with serving(folder, descriptors=256) as gallery, contextlib.ExitStack() as stack:
         streams = []
         for _ in range(16):

@@ -1,4 +1,4 @@
-"""Whatever the files of a run hold, the others are shown, the watcher goes on, and nothing from outside of a run is read."""
+"""Damaged run files leave the other runs visible, and no file outside a run is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from halation.gallery.run_catalog import RunCatalog
 from halation.gallery.run_file_reader import JsonlTailReader, encode_json, read_json_object, read_last_lines
 from halation.runs import lock
 from halation.runs import run_folder as runs
-from support.served import serving
+from support.gallery import serving
 
 SECRET = "nobody outside should read this"
 HUGE = 10**400
@@ -165,16 +165,16 @@ def test_the_page_goes_on_while_a_run_is_damaged(tmp_path: Path) -> None:
     top = tmp_path / "runs"
     good = big_folders.training_folder(top / "good", 1, 1, size=8)
     bad = big_folders.generation_folder(top / "bad", 2, size=8)
-    with lock.lock_folder(good, "train"), serving(top, cache=tmp_path / "cache") as visitor:
-        ids = visitor.ids()
-        with visitor.listening() as stream:
+    with lock.lock_folder(good, "train"), serving(top, cache=tmp_path / "cache") as client:
+        ids = client.ids()
+        with client.listening() as stream:
             (bad / "config.json").write_bytes(b'{"job": "generate", "settings": "x", "fixed": [')
             os.truncate(bad / "ledger.sqlite", 5_000)
             runs.MetricsFile(good / "metrics.jsonl").append({"step": 2, "loss": 0.5})
             assert any(ids["good"].encode() in line for line in stream)
-        assert visitor.ask("/api/runs").status == 200
-        assert visitor.ask("/api/scores").status == 200
-        assert visitor.ask(f"/api/runs/{ids['bad']}").json["summary"]["name"] == "bad"
+        assert client.ask("/api/runs").status == 200
+        assert client.ask("/api/scores").status == 200
+        assert client.ask(f"/api/runs/{ids['bad']}").json["summary"]["name"] == "bad"
 
 
 # -- links

@@ -1,4 +1,4 @@
-"""Laws of the scores: every number once, from the file that says most; images of reports never from outside the roots."""
+"""Laws of scores: every number once, from the best source; no image from outside."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def trained(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_step_in_metrics_and_in_a_report_is_one_score_with_the_provenance_of_the_report(trained: Path) -> None:
+def test_a_step_in_metrics_and_report_is_one_score_with_the_reports_provenance(trained: Path) -> None:
+    """A step in both the metrics and a report is one score with the provenance of the report."""
     found = opened(trained.parent).build_response()["scores"]
     assert [(score["step"], score["metric"], score["title"], score["value"]) for score in found] == [
         (100, "fd", "FD-streets", 41.0),

@@ -1,4 +1,4 @@
-"""Laws of reasons that are told together: nothing is lost, and only what differs is left out."""
+"""Laws of grouped failure reasons: nothing is lost, only the differing part is omitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halation gallery` as a person starts it: the link, the port, Ctrl+C, what is refused, and what is in no page."""
+"""`halation gallery` as a process: link, port, Ctrl+C, refusals, and no leaked secret."""
 
 from __future__ import annotations
 
@@ -92,9 +92,10 @@ def cookie_of(port: int, token: str) -> str:
     return str(response.headers["set-cookie"]).partition(";")[0]
 
 
-def test_the_link_opens_the_page_says_how_to_reach_it_and_ctrl_c_ends_it_at_once_although_pages_listen(
+def test_the_command_prints_its_link_and_ctrl_c_ends_it_with_open_pages(
     folder: Path,
 ) -> None:
+    """The command prints its link and how to reach it; Ctrl+C ends it although pages listen."""
     with started(folder, "--port", "0") as (process, said, port, token):
         assert f"halation gallery: 2 runs below {folder}" in said
         assert f"ssh -N -L {port}:127.0.0.1:{port} " in said
@@ -112,9 +113,10 @@ def test_the_link_opens_the_page_says_how_to_reach_it_and_ctrl_c_ends_it_at_once
         assert (process.returncode, complaints) == (130, "")
 
 
-def test_a_second_gallery_takes_the_next_port_and_the_two_never_meet_and_no_secret_is_in_a_page_or_a_log(
+def test_two_galleries_take_two_ports_and_share_and_print_no_secret(
     folder: Path,
 ) -> None:
+    """A second gallery takes the next port, shares nothing, and prints no secret anywhere."""
     with started(folder, "--port", "0") as (first, _, port, token):
         with started(folder, "--port", str(port)) as (second, said, other_port, other_token):
             assert f"port {port} is in use, using port {other_port}" in said

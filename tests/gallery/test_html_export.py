@@ -1,4 +1,4 @@
-"""Laws of an export: one file, bounded, that says what it lacks; nothing a run says becomes markup or script."""
+"""Laws of an export: one bounded file that lists what it lacks, with all text escaped."""
 
 from __future__ import annotations
 
@@ -196,9 +196,10 @@ def test_no_run_and_several_runs_are_refused_by_name(tmp_path: Path, capsys: pyt
     assert (tmp_path / "page.html").stat().st_size > 50_000
 
 
-def test_folders_that_are_named_come_onto_one_page_with_their_list_and_share_its_images(
+def test_several_folders_are_exported_to_one_page_and_share_its_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Several folders are exported to one page with their list and share its limit of images."""
     training = training_folder(tmp_path / "training", 3, 2, size=32)
     images = generation_folder(tmp_path / "pictures", 12, size=32)
     page = tmp_path / "both.html"

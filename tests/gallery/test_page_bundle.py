@@ -1,4 +1,4 @@
-"""Laws of the exported script: modules behind those they need; and the rules that let the page's modules stand in one file."""
+"""Laws of the bundled script: modules in the order of imports, and the rules for bundling."""
 
 from __future__ import annotations
 

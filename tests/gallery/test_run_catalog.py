@@ -1,4 +1,4 @@
-"""Runs below folders are found, followed and forgotten, and looking again costs next to nothing."""
+"""Runs below folders are found, updated and dropped, and polling costs next to nothing."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ def test_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     assert sorted(names(catalog_of(tmp_path / "a/runs", tmp_path / "b/runs"))) == ["a/runs/one", "b/runs/one"]
 
 
-def test_looking_at_fifty_runs_in_which_nothing_happens_takes_under_one_percent_of_a_core(tmp_path: Path) -> None:
+def test_polling_fifty_idle_runs_takes_under_one_percent_of_a_core(tmp_path: Path) -> None:
+    """Polling fifty runs in which nothing happens takes under one percent of a core."""
     for number in range(50):
         folder = begin(tmp_path / f"run_{number}", "train")
         big_folders.write_metrics(folder, 100, 10)

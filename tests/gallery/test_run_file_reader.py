@@ -40,7 +40,8 @@ def test_a_rewound_file_is_told_of_and_read_from_its_beginning(tmp_path: Path) -
     assert lines.read_new() == (True, [{"step": 1}, {"step": 2}, {"step": 3, "again": True}])
 
 
-def test_a_file_that_was_written_over_in_place_by_a_longer_one_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_file_overwritten_in_place_by_a_longer_one_is_read_from_the_start(tmp_path: Path) -> None:
+    """A file that was overwritten in place by a longer one is read from its beginning."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(3)))
     lines = JsonlTailReader(path)

@@ -1,4 +1,4 @@
-"""The page over real HTTP: what it answers, what it refuses, and what it tells pages that are open."""
+"""The server over real HTTP: its answers, its refusals and its events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from halation.generation.image_requests import ImageRequest
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.runs import lock
 from halation.runs import run_folder as runs
-from support.script_payloads import PAYLOADS
-from support.served import Visitor, serving
+from support.gallery import PAYLOADS, GalleryClient, serving
 
 CANARY = b"\x89PNG\r\n\x1a\n CANARY "
 TRAVERSALS = (
@@ -87,9 +86,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def visitor(root: Path) -> Iterator[Visitor]:
-    with serving(root / "runs", cache=root / "cache") as visitor:
-        yield visitor
+def client(root: Path) -> Iterator[GalleryClient]:
+    with serving(root / "runs", cache=root / "cache") as client:
+        yield client
 
 
 def until(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:
@@ -114,53 +113,54 @@ def next_change(stream: http.client.HTTPResponse) -> dict[str, object]:
 # -- what it answers
 
 
-def test_the_shell_and_its_files_come_by_a_fixed_table_and_are_asked_for_again_only_when_they_changed(
-    visitor: Visitor,
+def test_the_page_files_come_from_a_fixed_table_and_are_cached_until_changed(
+    client: GalleryClient,
 ) -> None:
-    shell = visitor.ask("/")
+    """The page and its files come from a fixed table and are sent again only if changed."""
+    shell = client.ask("/")
     assert (shell.status, shell.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"/static/app.js" in shell.body
     for name, kind in (("app.js", "text/javascript"), ("style.css", "text/css")):
-        file = visitor.ask(f"/static/{name}")
+        file = client.ask(f"/static/{name}")
         assert (file.status, file.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
         assert file.headers["cache-control"] == "no-cache"
-        again = visitor.ask(f"/static/{name}", if_none_match=file.headers["etag"])
+        again = client.ask(f"/static/{name}", if_none_match=file.headers["etag"])
         assert (again.status, again.body) == (304, b"")
     for name in ("", "app.js/", "../server.py", "..%2fserver.py", "__init__.py", "APP.JS", "app.js%00"):
-        assert visitor.ask(f"/static/{name}").status == 404
+        assert client.ask(f"/static/{name}").status == 404
 
 
-def test_every_address_of_the_api_answers_json_that_is_not_kept(visitor: Visitor) -> None:
-    ids = visitor.ids()
+def test_every_address_of_the_api_answers_json_that_is_not_kept(client: GalleryClient) -> None:
+    ids = client.ids()
     train, generate = ids["train"], ids["generate"]
     paths = ["/api/state", "/api/runs", "/api/scores"]
     paths += [f"/api/runs/{id}{rest}" for id in (train, generate) for rest in ("", "/log", "/config")]
     paths += [f"/api/runs/{train}/metrics?after=0", f"/api/runs/{generate}/rows", f"/api/runs/{generate}/spec/g0"]
     for path in paths:
-        answer = visitor.ask(path)
+        answer = client.ask(path)
         assert answer.status == 200, path
         assert answer.headers["cache-control"] == "no-store"
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert isinstance(answer.json, dict)
-        head = visitor.ask(path, method="HEAD")
+        head = client.ask(path, method="HEAD")
         assert (head.status, head.body) == (200, b"")
         assert head.headers["content-length"] == answer.headers["content-length"]
-    assert visitor.ask("/api/state").json == {"version": "0.0.0", "control": False, "roots": ["runs"]}
-    assert len(visitor.ask(f"/api/runs/{train}").json["steps"]) == 3
-    assert visitor.ask(f"/api/runs/{train}/log").json["lines"] == ["2026-01-02 03:04:05,678 INFO [rank 0] trained"]
+    assert client.ask("/api/state").json == {"version": "0.0.0", "control": False, "roots": ["runs"]}
+    assert len(client.ask(f"/api/runs/{train}").json["steps"]) == 3
+    assert client.ask(f"/api/runs/{train}/log").json["lines"] == ["2026-01-02 03:04:05,678 INFO [rank 0] trained"]
 
 
-def test_settings_that_somebody_chose_are_named(visitor: Visitor) -> None:
-    told = visitor.ask(f"/api/runs/{visitor.ids()['train']}/config").json
+def test_settings_that_somebody_chose_are_named(client: GalleryClient) -> None:
+    told = client.ask(f"/api/runs/{client.ids()['train']}/config").json
     assert "sample_raw" in told["differs"]
     assert "lr" not in told["differs"]
-    told = visitor.ask(f"/api/runs/{visitor.ids()['generate']}/config").json
+    told = client.ask(f"/api/runs/{client.ids()['generate']}/config").json
     assert "height" in told["differs"]
     assert "seed_start" not in told["differs"]
 
 
-def test_what_a_run_is_not_able_to_is_not_found(visitor: Visitor) -> None:
-    ids = visitor.ids()
+def test_what_a_run_is_not_able_to_is_not_found(client: GalleryClient) -> None:
+    ids = client.ids()
     for path in (
         f"{ids['train']}/rows",
         f"{ids['train']}/spec/g0",
@@ -172,19 +172,19 @@ def test_what_a_run_is_not_able_to_is_not_found(visitor: Visitor) -> None:
         ids["train"] + "/",
         ids["train"] + "/config.json",
     ):
-        answer = visitor.ask(f"/api/runs/{path}")
+        answer = client.ask(f"/api/runs/{path}")
         assert answer.status == 404
         assert set(answer.json) == {"error"}
 
 
-def test_rows_are_paged_searched_and_filtered_and_nonsense_is_refused(visitor: Visitor) -> None:
-    rows = f"/api/runs/{visitor.ids()['generate']}/rows"
-    page = visitor.ask(f"{rows}?offset=10&limit=5").json
+def test_rows_are_paged_searched_and_filtered_and_nonsense_is_refused(client: GalleryClient) -> None:
+    rows = f"/api/runs/{client.ids()['generate']}/rows"
+    page = client.ask(f"{rows}?offset=10&limit=5").json
     assert (page["total"], [row["index"] for row in page["rows"]]) == (60, [10, 11, 12, 13, 14])
-    assert visitor.ask(f"{rows}?state=failed").json["total"] == 3
-    assert visitor.ask(f"{rows}?seed=45").json["rows"][0]["index"] == 3
-    assert visitor.ask(f"{rows}?q=SVG%20animate").json["total"] == 1
-    assert visitor.ask(f"{rows}?worker=1").json["total"] == 28
+    assert client.ask(f"{rows}?state=failed").json["total"] == 3
+    assert client.ask(f"{rows}?seed=45").json["rows"][0]["index"] == 3
+    assert client.ask(f"{rows}?q=SVG%20animate").json["total"] == 1
+    assert client.ask(f"{rows}?worker=1").json["total"] == 28
     for bad in (
         "offset=-1",
         "limit=1001",
@@ -195,50 +195,49 @@ def test_rows_are_paged_searched_and_filtered_and_nonsense_is_refused(visitor: V
         "q=%00",
         "offset=" + "9" * 30,
     ):
-        assert visitor.ask(f"{rows}?{bad}").status == 400, bad
+        assert client.ask(f"{rows}?{bad}").status == 400, bad
 
 
-def test_big_answers_are_compressed_and_small_ones_and_images_are_not(visitor: Visitor) -> None:
-    ids = visitor.ids()
-    big = visitor.ask(f"/api/runs/{ids['train']}", accept_encoding="gzip")
+def test_big_answers_are_compressed_and_small_ones_and_images_are_not(client: GalleryClient) -> None:
+    ids = client.ids()
+    big = client.ask(f"/api/runs/{ids['train']}", accept_encoding="gzip")
     assert big.headers["content-encoding"] == "gzip"
-    assert big.json == visitor.ask(f"/api/runs/{ids['train']}").json
-    assert "content-encoding" not in visitor.ask("/api/state", accept_encoding="gzip").headers
-    assert "content-encoding" not in visitor.ask(f"/pictures/{ids['generate']}/g0", accept_encoding="gzip").headers
+    assert big.json == client.ask(f"/api/runs/{ids['train']}").json
+    assert "content-encoding" not in client.ask("/api/state", accept_encoding="gzip").headers
+    assert "content-encoding" not in client.ask(f"/pictures/{ids['generate']}/g0", accept_encoding="gzip").headers
 
 
 def test_a_loss_that_is_no_number_is_null_and_not_an_end_of_the_page(tmp_path: Path) -> None:
     folder = training_folder(tmp_path / "run", 1, 1, size=16)
     with open(folder / runs.METRICS_FILE, "a") as file:
         file.write('{"step": 101, "time_s": 10.1, "loss": NaN, "grad_norm": Infinity}\n')
-    with serving(folder, cache=tmp_path / "cache") as visitor:
-        (id,) = visitor.ids().values()
-        row = visitor.ask(f"/api/runs/{id}/metrics?after=0").json["rows"][-1]
+    with serving(folder, cache=tmp_path / "cache") as client:
+        (id,) = client.ids().values()
+        row = client.ask(f"/api/runs/{id}/metrics?after=0").json["rows"][-1]
         assert row["step"] == 101
         assert row.get("loss") is None
-        assert visitor.ask(f"/api/runs/{id}").status == 200
+        assert client.ask(f"/api/runs/{id}").status == 200
     assert json.loads(encode_json({"a": [1.0, float("nan"), {"b": (float("-inf"),)}]})) == {
         "a": [1.0, None, {"b": [None]}]
     }
 
 
-def test_images_come_as_they_are_typed_by_what_they_are_and_kept_where_they_are_versioned(
-    visitor: Visitor, root: Path
-) -> None:
-    ids = visitor.ids()
-    step = visitor.ask(f"/api/runs/{ids['train']}").json["steps"][0]
+def test_images_are_sent_unchanged_with_their_type_and_cached_if_versioned(client: GalleryClient, root: Path) -> None:
+    """Images are sent unchanged, typed by content, and cached if the address has a version."""
+    ids = client.ids()
+    step = client.ask(f"/api/runs/{ids['train']}").json["steps"][0]
     image = step["cells"]["ema"][0]
-    full = visitor.ask(f"/pictures/{ids['train']}/{image['key']}?v={image['v']}")
+    full = client.ask(f"/pictures/{ids['train']}/{image['key']}?v={image['v']}")
     assert full.headers["content-type"] == "image/png"
     assert full.headers["cache-control"] == "private, max-age=31536000, immutable"
     assert full.body in [path.read_bytes() for path in distinct(root / "runs" / "train")]
-    assert visitor.ask(f"/pictures/{ids['train']}/{image['key']}").headers["cache-control"] == "private, no-cache"
+    assert client.ask(f"/pictures/{ids['train']}/{image['key']}").headers["cache-control"] == "private, no-cache"
     for query in ("", "?s=512", "?v=1&s=256"):
-        thumb = visitor.ask(f"/thumbs/{ids['train']}/{image['key']}{query}")
+        thumb = client.ask(f"/thumbs/{ids['train']}/{image['key']}{query}")
         assert thumb.headers["content-type"] == f"{image_type(thumb.body)}"
     for size in ("0", "-1", "255", "100000000", "x"):
-        assert visitor.ask(f"/thumbs/{ids['train']}/{image['key']}?s={size}").status == 400
-    assert visitor.ask(f"/pictures/{ids['train']}/{image['key']}", method="HEAD").body == b""
+        assert client.ask(f"/thumbs/{ids['train']}/{image['key']}?s={size}").status == 400
+    assert client.ask(f"/pictures/{ids['train']}/{image['key']}", method="HEAD").body == b""
 
 
 def test_a_image_that_is_another_file_or_elsewhere_is_not_shown(tmp_path: Path) -> None:
@@ -249,26 +248,26 @@ def test_a_image_that_is_another_file_or_elsewhere_is_not_shown(tmp_path: Path) 
         file.unlink()
     files[1].symlink_to(tmp_path / "secret.png")
     files[2].write_text("<html><script>window.hacked=1</script>")
-    with serving(folder, cache=tmp_path / "cache") as visitor:
-        (id,) = visitor.ids().values()
+    with serving(folder, cache=tmp_path / "cache") as client:
+        (id,) = client.ids().values()
         for kind in ("pictures", "thumbs"):
-            assert visitor.ask(f"/{kind}/{id}/g0").status == 200
+            assert client.ask(f"/{kind}/{id}/g0").status == 200
             for index in (1, 2, 3, 4):
-                answer = visitor.ask(f"/{kind}/{id}/g{index}")
+                answer = client.ask(f"/{kind}/{id}/g{index}")
                 assert (answer.status, answer.headers["content-type"]) == (404, "application/json")
 
 
 # -- what it refuses
 
 
-def test_script_in_prompts_and_ids_stays_text_in_json(visitor: Visitor) -> None:
-    ids = visitor.ids()
-    rows = visitor.ask(f"/api/runs/{ids['generate']}/rows?limit=100")
+def test_script_in_prompts_and_ids_stays_text_in_json(client: GalleryClient) -> None:
+    ids = client.ids()
+    rows = client.ask(f"/api/runs/{ids['generate']}/rows?limit=100")
     assert [row["prompt"] for row in rows.json["rows"]] == list(PAYLOADS)
     assert [row["id"] for row in rows.json["rows"]] == [prompt[::-1] for prompt in PAYLOADS]
-    detail = visitor.ask(f"/api/runs/{ids['train']}")
+    detail = client.ask(f"/api/runs/{ids['train']}")
     assert [prompt["prompt"] for prompt in detail.json["prompts"]] == list(PAYLOADS[:4])
-    specs = [visitor.ask(f"/api/runs/{ids['generate']}/spec/g{index}") for index in range(60)]
+    specs = [client.ask(f"/api/runs/{ids['generate']}/spec/g{index}") for index in range(60)]
     assert [answer.json["spec"]["prompt"] for answer in specs] == list(PAYLOADS)
     for answer in (rows, detail, *specs):
         assert answer.headers["content-type"] == "application/json"
@@ -277,8 +276,8 @@ def test_script_in_prompts_and_ids_stays_text_in_json(visitor: Visitor) -> None:
 
 
 @pytest.mark.parametrize("word", TRAVERSALS)
-def test_no_word_of_an_address_leads_out_of_a_run(visitor: Visitor, word: str) -> None:
-    ids = visitor.ids()
+def test_no_word_of_an_address_leads_out_of_a_run(client: GalleryClient, word: str) -> None:
+    ids = client.ids()
     train, generate = ids["train"], ids["generate"]
     paths = [f"/{word}", f"/static/{word}", f"/api/{word}", f"/api/runs/{word}", f"/api/runs/{word}/config"]
     paths += [f"/api/runs/{generate}/{word}", f"/api/runs/{generate}/spec/{word}", f"/api/runs/{word}/spec/g0"]
@@ -286,7 +285,7 @@ def test_no_word_of_an_address_leads_out_of_a_run(visitor: Visitor, word: str) -
         paths += [f"/{kind}/{word}", f"/{kind}/{word}/g0", f"/{kind}/{generate}/{word}", f"/{kind}/{train}/{word}"]
         paths += [f"/{kind}/{train}/../{word}"]
     for path in paths:
-        answer = visitor.ask(path)
+        answer = client.ask(path)
         assert answer.status in (400, 404), path
         assert b"CANARY" not in answer.body
         assert b"root:" not in answer.body
@@ -299,66 +298,67 @@ def test_no_word_of_an_address_leads_out_of_a_run(visitor: Visitor, word: str) -
         (f"/api/runs/{generate}/rows", "seed"),
         (f"/api/runs/{generate}/rows", "state"),
     ):
-        assert visitor.ask(f"{path}?{name}={word}").status == 400
+        assert client.ask(f"{path}?{name}={word}").status == 400
     for name in ("q", "worker"):
-        answer = visitor.ask(f"/api/runs/{generate}/rows?{name}={word}")
+        answer = client.ask(f"/api/runs/{generate}/rows?{name}={word}")
         assert answer.status in (200, 400)
         assert b"CANARY" not in answer.body
-    assert visitor.ask(f"/pictures/{generate}/g0?v={word}").headers["content-type"] == "image/png"
-    assert visitor.ask(f"/?token={word}", cookie="").status == 403
+    assert client.ask(f"/pictures/{generate}/g0?v={word}").headers["content-type"] == "image/png"
+    assert client.ask(f"/?token={word}", cookie="").status == 403
 
 
-def test_an_address_with_a_host_in_it_is_not_found(visitor: Visitor) -> None:
-    ours = f"127.0.0.1:{visitor.port}"
-    assert visitor.ask("http://evil.example/api/runs", host=ours).status == 404
-    assert visitor.ask(f"http://127.0.0.1:{visitor.port}/api/runs", host="evil.example").status == 403
+def test_an_address_with_a_host_in_it_is_not_found(client: GalleryClient) -> None:
+    ours = f"127.0.0.1:{client.port}"
+    assert client.ask("http://evil.example/api/runs", host=ours).status == 404
+    assert client.ask(f"http://127.0.0.1:{client.port}/api/runs", host="evil.example").status == 403
 
 
-def test_without_control_only_looking_is_allowed(visitor: Visitor) -> None:
-    ids = visitor.ids()
+def test_without_control_only_looking_is_allowed(client: GalleryClient) -> None:
+    ids = client.ids()
     paths = ["/", "/api/runs", f"/pictures/{ids['generate']}/g0", f"/api/runs/{ids['train']}/control/stop", "/nowhere"]
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         for path in paths:
-            answer = visitor.ask(path, method=method, origin=f"http://127.0.0.1:{visitor.port}", content_length="0")
+            answer = client.ask(path, method=method, origin=f"http://127.0.0.1:{client.port}", content_length="0")
             assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
-def test_foreign_names_foreign_pages_and_strangers_are_refused_over_the_wire(visitor: Visitor) -> None:
-    for path in ("/", "/api/runs", "/api/events", "/static/app.js", f"/pictures/{visitor.ids()['generate']}/g0"):
-        assert visitor.ask(path, host="evil.example").status == 403
-        assert visitor.ask(path, origin="http://evil.example").status == 403
-        assert visitor.ask(path, cookie="").status == 403
-        assert visitor.ask(path, cookie=f"halation_{visitor.port}={visitor.token}").status == 403
-    tunnelled = visitor.cookie.replace(str(visitor.port), "9000", 1)
-    assert visitor.ask("/api/runs", host="localhost:9000", cookie=tunnelled).status == 200
+def test_foreign_names_foreign_pages_and_strangers_are_refused_over_the_wire(client: GalleryClient) -> None:
+    for path in ("/", "/api/runs", "/api/events", "/static/app.js", f"/pictures/{client.ids()['generate']}/g0"):
+        assert client.ask(path, host="evil.example").status == 403
+        assert client.ask(path, origin="http://evil.example").status == 403
+        assert client.ask(path, cookie="").status == 403
+        assert client.ask(path, cookie=f"halation_{client.port}={client.token}").status == 403
+    tunnelled = client.cookie.replace(str(client.port), "9000", 1)
+    assert client.ask("/api/runs", host="localhost:9000", cookie=tunnelled).status == 200
 
 
-def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_is_allowed(tmp_path: Path) -> None:
+def test_control_requests_need_our_page_and_permission(tmp_path: Path) -> None:
+    """A running training takes requests only from our page and only if control is allowed."""
     done = training_folder(tmp_path / "runs" / "done", 1, 1, size=16)
     running = training_folder(tmp_path / "runs" / "running", 1, 1, size=16)
     generation_folder(tmp_path / "runs" / "generate", 1, size=16)
     with (
         lock.lock_folder(running, "train"),
-        serving(tmp_path / "runs", cache=tmp_path / "c", allow_control=True) as visitor,
+        serving(tmp_path / "runs", cache=tmp_path / "c", allow_control=True) as client,
     ):
-        ids = visitor.ids()
-        ours = {"method": "POST", "origin": f"http://127.0.0.1:{visitor.port}", "content_length": "0"}
-        assert visitor.ask("/api/state").json["control"] is True
+        ids = client.ids()
+        ours = {"method": "POST", "origin": f"http://127.0.0.1:{client.port}", "content_length": "0"}
+        assert client.ask("/api/state").json["control"] is True
         for action in ("sample", "save", "stop"):
-            answer = visitor.ask(f"/api/runs/{ids['running']}/control/{action}", **ours)
+            answer = client.ask(f"/api/runs/{ids['running']}/control/{action}", **ours)
             assert (answer.status, answer.json) == (202, {"asked": action})
         assert len(list((running / "control").glob("*.json"))) == 3
         for name in ("done", "generate"):
-            assert visitor.ask(f"/api/runs/{ids[name]}/control/stop", **ours).status == 409
+            assert client.ask(f"/api/runs/{ids[name]}/control/stop", **ours).status == 409
         assert not (done / "control").exists()
-        assert visitor.ask("/api/runs/0000000000/control/stop", **ours).status == 404
-        assert visitor.ask(f"/api/runs/{ids['running']}/control/erase", **ours).status == 405
-        assert visitor.ask(f"/api/runs/{ids['running']}/control/stop").status in (404, 405)
+        assert client.ask("/api/runs/0000000000/control/stop", **ours).status == 404
+        assert client.ask(f"/api/runs/{ids['running']}/control/erase", **ours).status == 405
+        assert client.ask(f"/api/runs/{ids['running']}/control/stop").status in (404, 405)
         assert (
-            visitor.ask(f"/api/runs/{ids['running']}/control/stop", **ours | {"origin": "http://evil.example"}).status
+            client.ask(f"/api/runs/{ids['running']}/control/stop", **ours | {"origin": "http://evil.example"}).status
             == 403
         )
-        assert visitor.ask(f"/api/runs/{ids['running']}/control/stop", cookie="", **ours).status == 403
+        assert client.ask(f"/api/runs/{ids['running']}/control/stop", cookie="", **ours).status == 403
         assert len(list((running / "control").glob("*.json"))) == 3
 
 
@@ -367,9 +367,9 @@ def test_a_training_that_runs_can_be_asked_only_by_our_page_and_only_where_that_
 
 def test_a_page_hears_of_new_samples_at_once_uncompressed_and_each_by_its_id(tmp_path: Path) -> None:
     folder = training_folder(tmp_path / "run", 1, 1, size=16)
-    with lock.lock_folder(folder, "train"), serving(folder, cache=tmp_path / "cache") as visitor:
-        (id,) = visitor.ids().values()
-        with visitor.listening(accept_encoding="gzip") as stream:
+    with lock.lock_folder(folder, "train"), serving(folder, cache=tmp_path / "cache") as client:
+        (id,) = client.ids().values()
+        with client.listening(accept_encoding="gzip") as stream:
             assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
             assert stream.headers["content-encoding"] is None
             assert stream.headers["cache-control"] == "no-store"
@@ -379,80 +379,80 @@ def test_a_page_hears_of_new_samples_at_once_uncompressed_and_each_by_its_id(tmp
             assert told["id"] == id
             assert isinstance(told["version"], int)
             assert time.monotonic() - began < 10
-        assert until(lambda: len(visitor.ask(f"/api/runs/{id}").json["steps"]) == 2)
+        assert until(lambda: len(client.ask(f"/api/runs/{id}").json["steps"]) == 2)
 
 
 def test_a_page_hears_when_runs_come_and_go(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    with serving(tmp_path / "runs", cache=tmp_path / "cache") as visitor, visitor.listening() as stream:
-        assert visitor.ids() == {}
-        visitor.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
+    with serving(tmp_path / "runs", cache=tmp_path / "cache") as client, client.listening() as stream:
+        assert client.ids() == {}
+        client.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
         training_folder(tmp_path / "runs" / "new", 1, 1, size=16)
-        visitor.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
+        client.changes.catalog._scanned_at = -1e9  # type: ignore[attr-defined]
         assert next_change(stream) == {"id": ""}
-        assert list(visitor.ids()) == ["new"]
+        assert list(client.ids()) == ["new"]
 
 
 def test_a_silent_page_is_kept_alive_and_one_that_left_is_let_go(tmp_path: Path) -> None:
     folder = training_folder(tmp_path / "run", 1, 1, size=16)
-    with serving(folder, cache=tmp_path / "cache", heartbeat_s=0.05) as visitor:
-        with visitor.listening() as stream:
+    with serving(folder, cache=tmp_path / "cache", heartbeat_s=0.05) as client:
+        with client.listening() as stream:
             lines = [stream.readline() for _ in range(8)]
             assert lines.count(b": still here\n") >= 2
-            assert visitor.changes.num_listeners == 1
-        assert until(lambda: visitor.changes.num_listeners == 0)
-    with serving(folder, cache=tmp_path / "cache", heartbeat_s=60) as visitor:
-        with visitor.listening():
-            assert until(lambda: visitor.changes.num_listeners == 1)
-        assert until(lambda: visitor.changes.num_listeners == 0)
+            assert client.changes.num_listeners == 1
+        assert until(lambda: client.changes.num_listeners == 0)
+    with serving(folder, cache=tmp_path / "cache", heartbeat_s=60) as client:
+        with client.listening():
+            assert until(lambda: client.changes.num_listeners == 1)
+        assert until(lambda: client.changes.num_listeners == 0)
 
 
 def test_a_page_that_was_away_hears_what_it_missed_once_and_never_misses_the_last(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    with serving(tmp_path / "runs", cache=tmp_path / "cache", look_every_s=60) as visitor:
-        changes = visitor.changes
+    with serving(tmp_path / "runs", cache=tmp_path / "cache", look_every_s=60) as client:
+        changes = client.changes
         changes.publish(["aaaaaaaaaa"])
-        with visitor.listening() as stream:
+        with client.listening() as stream:
             stream.readline()
             number = stream.readline().decode().strip().removeprefix("id: ")
         for _ in range(10_000):
             changes.publish(["bbbbbbbbbb"])
         changes.publish(["cccccccccc", "bbbbbbbbbb"])
-        with visitor.listening(last_event_id=number) as stream:
+        with client.listening(last_event_id=number) as stream:
             assert [next_change(stream)["id"] for _ in range(2)] == ["cccccccccc", "bbbbbbbbbb"]
             changes.publish([""])
             assert next_change(stream)["id"] == ""
-        with visitor.listening(last_event_id="of.another.server") as stream:
+        with client.listening(last_event_id="of.another.server") as stream:
             assert [next_change(stream)["id"] for _ in range(4)] == ["aaaaaaaaaa", "cccccccccc", "bbbbbbbbbb", ""]
         assert changes.changes_since(0)[0] == changes.parse_event_id("")
 
 
 def test_a_page_that_does_not_read_costs_no_memory_and_nobody_else_a_wait(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    with serving(tmp_path / "runs", cache=tmp_path / "cache", look_every_s=60) as visitor:
-        with contextlib.closing(socket.create_connection(("127.0.0.1", visitor.port))) as deaf:
+    with serving(tmp_path / "runs", cache=tmp_path / "cache", look_every_s=60) as client:
+        with contextlib.closing(socket.create_connection(("127.0.0.1", client.port))) as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            words = f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{visitor.port}\r\nCookie: {visitor.cookie}\r\n\r\n"
+            words = f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\nCookie: {client.cookie}\r\n\r\n"
             deaf.sendall(words.encode())
-            assert until(lambda: visitor.changes.num_listeners == 1)
-            with visitor.listening() as stream:
+            assert until(lambda: client.changes.num_listeners == 1)
+            with client.listening() as stream:
                 for number in range(300):
-                    visitor.changes.publish([f"{number:010d}"])
+                    client.changes.publish([f"{number:010d}"])
                     assert next_change(stream)["id"] == f"{number:010d}"
-        assert until(lambda: visitor.changes.num_listeners == 0)
+        assert until(lambda: client.changes.num_listeners == 0)
 
 
-def test_the_head_of_the_events_ends_at_once(visitor: Visitor) -> None:
-    answer = visitor.ask("/api/events", method="HEAD")
+def test_the_head_of_the_events_ends_at_once(client: GalleryClient) -> None:
+    answer = client.ask("/api/events", method="HEAD")
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
 
 
 def test_a_server_that_ends_does_not_wait_for_pages_that_listen(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with contextlib.ExitStack() as stack:
-        with serving(tmp_path / "runs", cache=tmp_path / "cache") as visitor:
-            streams = [stack.enter_context(visitor.listening()) for _ in range(3)]
-            assert until(lambda: visitor.changes.num_listeners == 3)
+        with serving(tmp_path / "runs", cache=tmp_path / "cache") as client:
+            streams = [stack.enter_context(client.listening()) for _ in range(3)]
+            assert until(lambda: client.changes.num_listeners == 3)
             began = time.monotonic()
         assert time.monotonic() - began < 5
         for stream in streams:

@@ -1,4 +1,4 @@
-"""Laws of thumbnails: small, made once, of the image that is there now, and of nothing that is no image."""
+"""Laws of thumbnails: small, made once, of the current image, and only of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training is shown as it is on the disk, step by step, while it writes and after somebody damaged it."""
+"""A training is shown as it is on disk, step by step, while it writes and after damage."""
 
 from __future__ import annotations
 

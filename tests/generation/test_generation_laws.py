@@ -1,4 +1,4 @@
-"""The laws of a generation: images and metadata follow from the specs, the model and the batch, and from nothing else."""
+"""Laws of a generation: images and metadata depend on specs, model and batch alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from support import generation_checker as checker
-from support import tiny_pipelines
-from support.commands import finish, fired
-from support.generation_commands import assert_whole, generate, run, said, unbroken
+from support import run_readers, tiny_models
+from support.commands import (
+    assert_generated,
+    finish,
+    fired,
+    generate,
+    generate_log,
+    run_generate,
+    undisturbed_generation,
+)
 
 
 def mixed_rows(path: Path, num_rows: int = 21) -> Path:
@@ -54,17 +60,19 @@ def test_any_number_of_workers_and_any_order_of_arrival_leave_the_same_bytes(tmp
     for nproc, fault in [(1, ""), (2, SHUFFLED), (3, SHUFFLED), (3, "")]:
         folder = tmp_path / f"{len(states)}"
         folder.mkdir()
-        assert run(folder, fault, prompts=prompts, nproc=nproc) == 0, said(folder)
+        assert run_generate(folder, fault, prompts=prompts, nproc=nproc) == 0, generate_log(folder)
         assert bool(fired(folder / "log")) == bool(fault)
-        assert checker.problems(folder / "out", 21) == []
-        states.append(checker.state(folder / "out"))
-        workers.append({row["worker"] for row in checker.ledger(folder / "out")})
+        assert run_readers.generation_problems(folder / "out", 21) == []
+        states.append(run_readers.images_and_metadata(folder / "out"))
+        workers.append({row["worker"] for row in run_readers.ledger_rows(folder / "out")})
     assert all(state == states[0] for state in states)
     assert len(states[0][0]) == 21
     assert [len(names) > 1 for names in workers[:3]] == [False, True, True], "several did take part"
 
 
-def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_damage_is_mended(tmp_path: Path) -> None:
+def test_videos_are_the_same_for_any_number_of_workers_and_damage_is_repaired(tmp_path: Path) -> None:
+    """Videos and their frames are the same for any number of workers, and damage is repaired."""
+
     def files(folder: Path) -> dict[str, bytes]:
         names = [*(folder / "out").rglob("*.png"), *(folder / "out").rglob("*.mp4")]
         return {str(path.relative_to(folder / "out")): path.read_bytes() for path in names}
@@ -73,10 +81,10 @@ def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_dama
     for nproc in (1, 2):
         folder = tmp_path / str(nproc)
         folder.mkdir()
-        assert run(folder, "picture.rename:2:kill:0:once" if nproc == 2 else "", nproc=nproc, **settings) == 0, said(
-            folder
-        )
-        assert checker.leftovers(folder / "out") == []
+        assert (
+            run_generate(folder, "picture.rename:2:kill:0:once" if nproc == 2 else "", nproc=nproc, **settings) == 0
+        ), generate_log(folder)
+        assert run_readers.leftovers(folder / "out") == []
     whole = files(tmp_path / "1")
     assert len(whole) == 3 * 4
     assert files(tmp_path / "2") == whole
@@ -84,8 +92,8 @@ def test_videos_and_their_frames_are_the_same_for_any_number_of_workers_and_dama
     assert frame.name.startswith("frame_")
     frame.write_bytes(frame.read_bytes()[:-1])
     (tmp_path / "1" / "out" / sorted(name for name in whole if name.endswith(".mp4"))[2]).unlink()
-    assert run(tmp_path / "1", verify=True, nproc=1, **settings) == 0, said(tmp_path / "1")
-    assert "2 generated now" in said(tmp_path / "1")
+    assert run_generate(tmp_path / "1", verify=True, nproc=1, **settings) == 0, generate_log(tmp_path / "1")
+    assert "2 generated now" in generate_log(tmp_path / "1")
     assert files(tmp_path / "1") == whole
 
 
@@ -93,10 +101,10 @@ def test_each_image_says_in_its_text_what_metadata_and_the_file_of_prompts_say(t
     from PIL import Image
 
     prompts = mixed_rows(tmp_path / "prompts.csv")
-    assert run(tmp_path, prompts=prompts) == 0
+    assert run_generate(tmp_path, prompts=prompts) == 0
     with open(prompts, newline="") as file:
         rows = list(csv.DictReader(file))
-    for row, line in zip(rows, checker.metadata(tmp_path / "out"), strict=True):
+    for row, line in zip(rows, run_readers.metadata_rows(tmp_path / "out"), strict=True):
         with Image.open(tmp_path / "out" / line["file_name"]) as image:
             spec = json.loads(image.text["halation"])
         for name in ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale"):
@@ -108,26 +116,26 @@ def test_each_image_says_in_its_text_what_metadata_and_the_file_of_prompts_say(t
 
 def test_the_batch_may_be_drawn_in_parts(tmp_path: Path) -> None:
     """The test card knows no rounding, so that a micro-batch changes the way and not the images."""
-    assert run(tmp_path, micro_batch=3) == 0
-    assert_whole(tmp_path)
-    assert {row["micro_batch"] for row in checker.ledger(tmp_path / "out")} == {0}
-    assert checker.summary(tmp_path / "out")["smaller_micro_batches"] == 0
+    assert run_generate(tmp_path, micro_batch=3) == 0
+    assert_generated(tmp_path)
+    assert {row["micro_batch"] for row in run_readers.ledger_rows(tmp_path / "out")} == {0}
+    assert run_readers.summary(tmp_path / "out")["smaller_micro_batches"] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["fixed"]["micro_batch"] == 3
 
 
 def test_a_folder_drawn_in_two_calls_is_the_folder_of_one(tmp_path: Path) -> None:
-    assert run(tmp_path, num_samples=7) == 0, said(tmp_path)
-    assert checker.problems(tmp_path / "out", 7) == []
-    assert run(tmp_path, num_samples=18, nproc=3) == 0, said(tmp_path)
-    assert run(tmp_path) == 0, said(tmp_path)
-    assert_whole(tmp_path)
+    assert run_generate(tmp_path, num_samples=7) == 0, generate_log(tmp_path)
+    assert run_readers.generation_problems(tmp_path / "out", 7) == []
+    assert run_generate(tmp_path, num_samples=18, nproc=3) == 0, generate_log(tmp_path)
+    assert run_generate(tmp_path) == 0, generate_log(tmp_path)
+    assert_generated(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["pixart"])
 def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_images(tmp_path: Path, family: str) -> None:
     """Row 1 has other neighbours in another list, and is drawn in a batch of fillers when it alone is missing."""
-    model = tiny_pipelines.built(family)
+    model = tiny_models.built(family)
     settings = {
         "model_path": model,
         "height": 32,
@@ -140,18 +148,18 @@ def test_neighbours_workers_and_interruptions_do_not_reach_a_real_models_images(
     for number, text in enumerate((prompts, prompts.replace("cat", "car"))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert finish(generate(folder, text, nproc=number + 1, **settings), folder / "log") == 0, said(folder)
-        assert checker.problems(folder / "out", 3) == []
-    one, other = (checker.state(tmp_path / str(number) / "out")[0] for number in range(2))
+        assert finish(generate(folder, text, nproc=number + 1, **settings), folder / "log") == 0, generate_log(folder)
+        assert run_readers.generation_problems(folder / "out", 3) == []
+    one, other = (run_readers.images_and_metadata(tmp_path / str(number) / "out")[0] for number in range(2))
     first, *rest = sorted(one)
     assert one[first] != other[first], "the prompt reaches the image"
     assert {name: other[name] for name in rest} == {name: one[name] for name in rest}
     (tmp_path / "0" / "out" / rest[0]).unlink()
     assert finish(generate(tmp_path / "0", prompts, nproc=1, **settings), tmp_path / "0" / "log") == 0
-    assert checker.state(tmp_path / "0" / "out")[0] == one
+    assert run_readers.images_and_metadata(tmp_path / "0" / "out")[0] == one
 
 
 def test_the_folder_of_a_call_nobody_disturbed_holds_every_prompt_once() -> None:
-    images, _metadata = unbroken()
+    images, _metadata = undisturbed_generation()
     assert list(images) == [f"{index + 1:06d}_seed{index + 42}.png" for index in range(24)]
     assert len(set(images.values())) == 24

@@ -1,4 +1,4 @@
-"""Every row becomes one request with a name that is safe on every file system, and no id ever becomes a path."""
+"""Every row becomes one request with a safe file name, and no id becomes a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ledger says what was written to it or says that it is damaged: no flipped bit, emptied or foreign file passes for the truth."""
+"""A ledger returns what was written, or reports flipped, emptied and foreign bytes."""
 
 from __future__ import annotations
 
@@ -129,9 +129,11 @@ def test_a_ledger_that_was_closed_is_known_by_its_digest_and_a_damaged_one_gets_
             assert ledger.find_damage() == LedgerDamage(planned=(55,)), "it must not become the truth"
 
 
-def test_a_killed_command_leaves_a_ledger_that_its_digest_proves_and_damage_is_found_all_the_same(
+def test_a_killed_command_leaves_a_valid_ledger_and_damage_is_found(
     tmp_path: Path,
 ) -> None:
+    """A killed command leaves a ledger that its digest proves, and damage is still found."""
+
     def copy_as_after_a_kill(name: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -341,9 +343,10 @@ def test_a_first_call_that_was_killed_before_it_planned_binds_nobody(tmp_path: P
     assert generate.run(config) == 0
 
 
-def test_evaluation_says_which_row_is_damaged_and_does_not_advise_to_draw_over_an_emptied_ledger(
+def test_evaluation_names_the_damaged_row_of_a_ledger(
     tmp_path: Path,
 ) -> None:
+    """Evaluation names the damaged row and does not advise to draw over an emptied ledger."""
     config = written(tmp_path)
     folder = config.output_dir
     assert generate.run(config) == 0
@@ -370,7 +373,8 @@ def kill_before_recording(config: GenerateConfig) -> None:
     (config.output_dir / DIGEST_FILE).unlink()
 
 
-def test_unrecorded_images_bind_like_recorded_ones_and_are_not_removed_by_a_refused_command(tmp_path: Path) -> None:
+def test_unrecorded_images_bind_the_settings_and_survive_a_refused_command(tmp_path: Path) -> None:
+    """Unrecorded images bind the settings like recorded ones; a refused command keeps them."""
     kill_before_recording(written(tmp_path))
     folder = tmp_path / "out"
     before = images(folder)
@@ -485,9 +489,10 @@ def test_verify_does_not_remove_what_the_disk_refuses_to_show(tmp_path: Path, mo
     assert images(config.output_dir) == before
 
 
-def test_a_damaged_image_that_verify_found_is_not_taken_for_a_foreign_one_after_a_kill(
+def test_a_damaged_image_found_by_verify_is_not_foreign_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A damaged image that --verify found is not taken for a foreign one after a kill."""
     config = written(tmp_path)
     generate.run(config)
     expected = images(config.output_dir)

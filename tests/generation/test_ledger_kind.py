@@ -1,4 +1,4 @@
-"""Laws of the kind of ledger: commands that share a folder and commands that hold it alone never begin one together."""
+"""Laws of the kind of ledger: shared and exclusive commands never start one together."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_a_ray_command_that_finds_no_cluster_leaves_the_folder_to_others(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_folder_with_two_ledgers_of_an_older_version_goes_on_as_the_message_advises(tmp_path: Path) -> None:
+def test_a_folder_with_two_ledgers_of_an_older_version_resumes_as_advised(tmp_path: Path) -> None:
+    """A folder with two ledgers of an older version resumes as the message advises."""
     folder, other = tmp_path / "out", tmp_path / "other"
     assert finish(words(folder, "local", 40), tmp_path / "log") == 0
     assert finish(words(other, "files", 32), tmp_path / "log") == 0

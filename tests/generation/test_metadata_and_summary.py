@@ -1,4 +1,4 @@
-"""What lies beside the images says what the ledger says, is read by `datasets`, and no damaged file goes unnoticed."""
+"""Metadata matches the ledger, loads with `datasets`, and damaged files are noticed."""
 
 from __future__ import annotations
 
@@ -99,9 +99,8 @@ def damages(folder: Path, ledger: Ledger) -> list[metadata_and_summary.DamagedIm
 # -- metadata
 
 
-def test_metadata_has_a_line_for_each_done_row_by_index_and_nothing_of_workers_or_time(
-    folder: Path, ledger: Ledger
-) -> None:
+def test_metadata_has_one_line_for_each_done_row_in_index_order(folder: Path, ledger: Ledger) -> None:
+    """Metadata has a line for each done row in index order and nothing about workers or time."""
     draw(folder, ledger)
     ledger.mark_open([1])
     metadata_and_summary.write_metadata(folder, ledger.rows())
@@ -244,9 +243,8 @@ def test_each_worker_has_a_list_of_its_failures_empty_where_it_had_none(folder: 
     assert len((folder / "failed_prompts_gpu3.txt").read_text().splitlines()) == 2
 
 
-def test_the_list_of_a_worker_that_is_gone_stays_and_is_emptied_when_nothing_of_its_is_missing(
-    folder: Path, ledger: Ledger
-) -> None:
+def test_the_failure_list_of_a_gone_worker_stays_until_nothing_is_missing(folder: Path, ledger: Ledger) -> None:
+    """The failure list of a gone worker stays until none of its rows is missing."""
     fail(ledger, PROMPTS[:2], ["5", "1"], "out of memory")
     metadata_and_summary.write_failures(folder, ["1", "5"], ledger.failed_rows())
     metadata_and_summary.write_failures(folder, ["0"], ledger.failed_rows())
@@ -310,9 +308,8 @@ def test_every_flipped_bit_is_found(folder: Path, ledger: Ledger) -> None:
     assert damages(folder, ledger) == []
 
 
-def test_gone_and_unreadable_images_are_told_apart_by_index_and_only_done_rows_are_asked_for(
-    folder: Path, ledger: Ledger
-) -> None:
+def test_missing_and_unreadable_images_are_distinguished_by_index(folder: Path, ledger: Ledger) -> None:
+    """Missing and unreadable images are distinguished by index; only done rows are checked."""
     draw(folder, ledger)
     ledger.mark_open([2])
     for name in ("000001_seed42.png", "000003_seed44.png", "000006_seed47.png"):

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support import generation_checker as checker
-from support.commands import fired
-from support.generation_commands import assert_whole, run, said
+from support import run_readers
+from support.commands import assert_generated, fired, generate_log, run_generate
 
 pytestmark = pytest.mark.ranks
 
@@ -16,42 +15,45 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
     """With workers of one speed nobody takes over from anybody, until the last round: worker r has r, r + W, r + 2W ..."""
-    assert run(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
-    drawn_by = [int(row["worker"]) for row in checker.ledger(tmp_path / "out")]
+    assert run_generate(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
+    drawn_by = [int(row["worker"]) for row in run_readers.ledger_rows(tmp_path / "out")]
     for worker in range(nproc):
         assert drawn_by[worker] == worker, "its first one"
     expected = [index % nproc for index in range(24)]
     strays = [index for index in range(24) if drawn_by[index] != expected[index]]
     assert all(index >= 24 - 3 * nproc for index in strays), drawn_by
-    assert_whole(tmp_path, batch_size=1)
+    assert_generated(tmp_path, batch_size=1)
 
 
 def test_a_slow_worker_gives_its_share_away(tmp_path: Path) -> None:
     """The fast worker draws most of the slow one's turns, and every image is still drawn and counted once."""
-    assert run(tmp_path, "paint:1+:sleep=0.8:1", nproc=2, batch_size=1, model_path="testcard:0.02", micro_batch=1) == 0
+    assert (
+        run_generate(tmp_path, "paint:1+:sleep=0.8:1", nproc=2, batch_size=1, model_path="testcard:0.02", micro_batch=1)
+        == 0
+    )
     assert fired(tmp_path / "log")
-    drawn_by = [row["worker"] for row in checker.ledger(tmp_path / "out")]
+    drawn_by = [row["worker"] for row in run_readers.ledger_rows(tmp_path / "out")]
     assert drawn_by.count("0") > 16
-    assert_whole(tmp_path, batch_size=1)
-    summary = checker.summary(tmp_path / "out")
+    assert_generated(tmp_path, batch_size=1)
+    summary = run_readers.summary(tmp_path / "out")
     assert sum(worker["done"] for worker in summary["workers"].values()) == summary["drawn_now"] == 24
 
 
 def test_one_image_and_more_workers_than_images_are_drawn_once(tmp_path: Path) -> None:
-    assert run(tmp_path, prompts="alone\n", nproc=3, batch_size=1) == 0, said(tmp_path)
-    assert_whole(tmp_path, "alone\n", batch_size=1)
+    assert run_generate(tmp_path, prompts="alone\n", nproc=3, batch_size=1) == 0, generate_log(tmp_path)
+    assert_generated(tmp_path, "alone\n", batch_size=1)
 
 
 @pytest.mark.slow
 def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_share(tmp_path: Path) -> None:
     """Worker 1 dies with every batch it begins; worker 0 is slow enough that it gets the chance to."""
-    assert run(tmp_path, "paint:1+:kill:1;paint:1+:sleep=0.7:0") == 0, said(tmp_path)
+    assert run_generate(tmp_path, "paint:1+:kill:1;paint:1+:sleep=0.7:0") == 0, generate_log(tmp_path)
     killed = [line for line in fired(tmp_path / "log") if ":kill:" in line]
     assert len(killed) == 3
-    assert "worker 1: " in said(tmp_path)
-    assert "not restarted after 3 deaths in a row" in said(tmp_path)
-    assert_whole(tmp_path)
-    summary = checker.summary(tmp_path / "out")
+    assert "worker 1: " in generate_log(tmp_path)
+    assert "not restarted after 3 deaths in a row" in generate_log(tmp_path)
+    assert_generated(tmp_path)
+    summary = run_readers.summary(tmp_path / "out")
     assert summary["workers"]["1"] == {
         "done": 0,
         "failed": 0,
@@ -66,21 +68,21 @@ def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_do
     """Six batches of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
     prompts = "".join(f"prompt number {number}\n" for number in range(6))
     settings = {"prompts": prompts, "batch_size": 1, "micro_batch": 1, "num_inference_steps": 20}
-    assert run(tmp_path, model_path="testcard:0.2,1=30", nproc=2, **settings) == 0, said(tmp_path)
-    assert [row["worker"] for row in checker.ledger(tmp_path / "out")].count("0") == 6
-    summary = checker.summary(tmp_path / "out")
+    assert run_generate(tmp_path, model_path="testcard:0.2,1=30", nproc=2, **settings) == 0, generate_log(tmp_path)
+    assert [row["worker"] for row in run_readers.ledger_rows(tmp_path / "out")].count("0") == 6
+    summary = run_readers.summary(tmp_path / "out")
     assert summary["seconds"] < 5, "nobody waited for the slow one's first batch"
     assert summary["redone_sheets"] == 1, "what it had not begun was taken from it"
-    assert checker.problems(tmp_path / "out", 6) == []
+    assert run_readers.generation_problems(tmp_path / "out", 6) == []
 
 
 @pytest.mark.slow
-def test_a_batch_that_was_taken_from_a_worker_comes_back_to_it_where_the_new_one_dies(tmp_path: Path) -> None:
+def test_a_stolen_batch_returns_to_its_worker_if_the_new_one_dies(tmp_path: Path) -> None:
     """Worker 0 draws its first batch for long and so loses the others it holds to worker 1, which dies over one of them for good."""
     prompts = "one\ntwo\nthree\nfour\n"
     fault = "paint:1:sleep=2:0;paint:2+:kill:1"
-    assert run(tmp_path, fault, prompts=prompts, batch_size=1, micro_batch=1, model_path="testcard:0.05") == 0, said(
-        tmp_path
-    )
+    assert (
+        run_generate(tmp_path, fault, prompts=prompts, batch_size=1, micro_batch=1, model_path="testcard:0.05") == 0
+    ), generate_log(tmp_path)
     assert any(":kill:1" in line for line in fired(tmp_path / "log"))
-    assert_whole(tmp_path, prompts, batch_size=1)
+    assert_generated(tmp_path, prompts, batch_size=1)

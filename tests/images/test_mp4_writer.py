@@ -1,4 +1,4 @@
-"""An MP4 holds every frame close to what it was, plays from the start, carries its spec, and has the same bytes each time."""
+"""An MP4 keeps frames close, plays from the start, carries its spec and is deterministic."""
 
 from __future__ import annotations
 
@@ -117,9 +117,10 @@ def test_the_index_stands_before_the_frames_so_that_playing_begins_at_once(num_f
 
 
 @pytest.mark.parametrize("size", [(48, 64), (50, 34), (240, 416)])
-def test_equal_frames_give_equal_bytes_in_other_processes_whatever_their_memory_held_before(
+def test_equal_frames_give_equal_bytes_in_other_processes(
     size: tuple[int, int],
 ) -> None:
+    """Equal frames give equal bytes in other processes, whatever their memory held before."""
     shape = (7, *size, 3)
     frames = moving(*shape[:3])
     data = encode_mp4(frames, 16, metadata_texts(SPEC))

@@ -1,4 +1,4 @@
-"""Plots show every point where it belongs, mark the best one, and keep words inside the image and off each other."""
+"""Plots place every point, mark the best one, and keep labels inside and apart."""
 
 from __future__ import annotations
 
@@ -210,7 +210,8 @@ def test_only_drawing_imports_matplotlib_and_nothing_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_pixels_are_the_same_whatever_the_settings_of_matplotlib_and_without_its_folder(tmp_path: Path) -> None:
+def test_pixels_do_not_depend_on_matplotlib_settings_or_its_folder(tmp_path: Path) -> None:
+    """Pixels are the same for any settings of matplotlib, and without its folder."""
     rc_file = tmp_path / "matplotlibrc"
     rc_file.write_text(
         "lines.linewidth: 9\nfont.family: serif\nsavefig.dpi: 30\nno.such.setting: 1\ntext.usetex: True\n"

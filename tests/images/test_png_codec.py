@@ -169,7 +169,8 @@ def test_threads_that_encode_at_once_give_the_bytes_of_one_alone(name: str) -> N
 
 
 @pytest.mark.parametrize("name", CODERS)
-def test_equal_images_give_equal_bytes_in_other_processes_whatever_their_memory_held_before(name: str) -> None:
+def test_equal_images_give_equal_bytes_in_other_processes(name: str) -> None:
+    """Equal images give equal bytes in other processes, whatever their memory held before."""
     images = [landscape(200), shapes(200), noise(200, 200), enlarged(noise(8, 8), 200)]
     digest = hashlib.sha256(b"".join(encode_png(image, {}, get_coder(name)) for image in images)).hexdigest()
     script = (
@@ -208,9 +209,8 @@ def test_other_threads_go_on_while_one_encodes(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "times"), [("zlib", 5), ("isal", 20)])
-def test_a_photograph_is_encoded_many_times_as_fast_as_by_pillow_and_at_most_fifteen_percent_larger(
-    name: str, times: float
-) -> None:
+def test_a_photograph_is_encoded_faster_than_by_pillow_at_similar_size(name: str, times: float) -> None:
+    """A photograph is encoded many times as fast as by Pillow and at most 15 % larger."""
     pixels = landscape(1024)
     ours, theirs = [], []
     for _ in range(3):
@@ -261,9 +261,10 @@ def test_the_fast_coder_is_the_best_where_it_is_installed() -> None:
     assert fastest_coder() == ("isal" if importlib.util.find_spec("isal") else "zlib")
 
 
-def test_without_the_fast_coder_zlib_is_the_best_and_asking_for_it_says_how_to_install_it(
+def test_without_isal_zlib_is_used_and_a_request_for_isal_explains_the_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without the fast coder zlib is used, and a request for it says how to install it."""
     monkeypatch.setitem(sys.modules, "isal", None)
     assert fastest_coder() == "zlib"
     with pytest.raises(InputError, match=r"halation\[fast\]") as refusal:
@@ -297,7 +298,8 @@ def test_texts_come_back_from_our_reader_and_from_pillow(tmp_path: Path, value: 
         assert image.text["halation"] == value  # type: ignore[attr-defined]
 
 
-def test_text_that_png_cannot_hold_does_not_break_the_file_and_stays_exact_in_the_spec(tmp_path: Path) -> None:
+def test_text_that_png_cannot_hold_stays_exact_in_the_spec(tmp_path: Path) -> None:
+    """Text that PNG cannot hold does not break the file and stays exact in the spec."""
     prompt = "half a pair \ud83d and a \0 inside"
     path = tmp_path / "a.png"
     path.write_bytes(encode_png(noise(8, 8), metadata_texts({**SPEC, "prompt": prompt})))
@@ -364,7 +366,9 @@ def test_an_empty_file_a_missing_one_and_bytes_after_the_end_are_refused(tmp_pat
             read_png(path)
 
 
-def test_a_header_that_promises_other_pixels_than_there_are_is_refused_before_they_are_unpacked(tmp_path: Path) -> None:
+def test_a_header_with_a_wrong_number_of_pixels_is_refused_before_unpacking(tmp_path: Path) -> None:
+    """A header that promises other pixels than there are is refused before they are unpacked."""
+
     def bomb(residuals: memoryview) -> bytes:
         return zlib.compress(bytes(residuals) + bytes(1 << 20))
 

@@ -1,4 +1,7 @@
-"""A small real denoiser whose zero-initialised layers are filled, because zeros hide what is not connected."""
+"""A small real denoiser whose zero-initialised layers are filled.
+
+Zeros would hide parts that are not connected.
+"""
 
 from __future__ import annotations
 

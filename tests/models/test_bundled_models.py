@@ -1,4 +1,4 @@
-"""The models that come with the package: small, whole, named from everywhere, and good at what they are for."""
+"""The bundled models are small, complete, found by name and good at their task."""
 
 from __future__ import annotations
 

@@ -109,9 +109,10 @@ def test_preparing_and_decoding_never_run_the_module(denoiser: DiTDenoiser) -> N
     assert count_forwards(denoiser, both) == []
 
 
-def test_the_pair_is_decided_by_the_plan_and_a_scale_of_one_is_the_conditional_image_either_way(
+def test_a_guidance_scale_of_one_is_the_conditional_image_in_any_plan(
     denoiser: DiTDenoiser,
 ) -> None:
+    """The plan decides about guidance; a scale of 1 is the conditional image either way."""
     plain = changed(guidance_scale=1.0)
     assert not needs_cfg([plain, plain])
     assert needs_cfg([plain, BASE])
@@ -155,9 +156,10 @@ def test_on_step_counts_the_steps_and_images_are_uint8_rows(denoiser: DiTDenoise
     assert decoded.failures == {}
 
 
-def test_a_nan_costs_its_own_image_names_its_prompt_and_leaves_the_neighbours_as_they_were(
+def test_a_nan_costs_its_own_image_and_names_its_prompt(
     denoiser: DiTDenoiser,
 ) -> None:
+    """A NaN costs its own image, names its prompt and leaves the other images unchanged."""
     specs = batch(BASE, changed(index=7, prompt="the bad one " * 20), BASE)
     x = denoiser.prepare(specs, "cpu").noise
     whole = decode(denoiser.space, x, specs).pixels

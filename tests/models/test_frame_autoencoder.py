@@ -1,4 +1,4 @@
-"""Images as one frame of Wan's autoencoder: the pipeline's own normalisation, there and back."""
+"""Images as one frame of Wan's autoencoder, with the normalisation of the pipeline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from diffusers import AutoencoderKL, AutoencoderKLWan
 from torch import Tensor
 
 from halation.models.autoencoder import LatentSpace, WanLatentSpace, make_latent_space
-from support import tiny_pipelines
-from support.pipeline_specs import plain_pipe
+from support import tiny_models
+from support.tiny_models import plain_pipe
 
 
 @pytest.fixture(scope="module")
 def vae() -> Any:
-    return AutoencoderKLWan.from_pretrained(str(tiny_pipelines.built("wan_one") / "vae"))
+    return AutoencoderKLWan.from_pretrained(str(tiny_models.built("wan_one") / "vae"))
 
 
 def latents(num: int = 2) -> Tensor:
@@ -43,7 +43,7 @@ def test_a_images_latents_are_normalised_channel_by_channel(vae: Any) -> None:
 def test_latents_are_decoded_to_what_the_pipeline_makes_of_them(vae: Any) -> None:
     pipe = plain_pipe("wan_one")
     videos = pipe(
-        prompt_embeds=torch.zeros(2, 512, tiny_pipelines.TEXT_HIDDEN),
+        prompt_embeds=torch.zeros(2, 512, tiny_models.TEXT_HIDDEN),
         latents=latents()[:, :, None],
         num_inference_steps=1,
         guidance_scale=1.0,
@@ -82,7 +82,7 @@ def test_a_fingerprint_names_the_weights_and_the_numbers_around_them(vae: Any, t
 
 
 def test_the_autoencoder_of_a_pipeline_decides_which_space_it_is(vae: Any) -> None:
-    still = AutoencoderKL.from_pretrained(str(tiny_pipelines.built("sd3") / "vae"))
+    still = AutoencoderKL.from_pretrained(str(tiny_models.built("sd3") / "vae"))
     assert type(make_latent_space(still, "vae")) is LatentSpace
     assert type(make_latent_space(vae, "vae")) is WanLatentSpace
     assert type(make_latent_space(vae, "vae").to("cpu")) is WanLatentSpace

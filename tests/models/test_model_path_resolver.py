@@ -1,4 +1,4 @@
-"""What a folder given as a model means: the settings an export brings along, and what is said where the right folder is another one."""
+"""A folder given as a model: the settings of an export, and hints for a wrong folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from halation.training import command as train
 from halation.training.config import TrainConfig
-from support import tiny_pipelines
+from support import tiny_models
 
 SAMPLING = {"sampler": "own", "height": 64, "width": 96, "guidance_scale": 2.5, "prompts": ["cat"], "steps": 2}
 
@@ -97,7 +97,8 @@ def test_a_pipeline_given_as_a_dit_is_answered_with_the_right_flag(
     assert train.resolve_config(TrainConfig(model="tiny")).model == "tiny", "a size, whatever lies here"
 
 
-def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_starts(tmp_path: Path) -> None:
+def test_a_run_without_its_base_is_refused_early_and_names_its_export(tmp_path: Path) -> None:
+    """A run whose base model is gone is refused before anything starts and names its export."""
     step = fine_tuned(tmp_path / "run", tmp_path / "base")
     for ask in (
         lambda: resolve_model(str(tmp_path / "run"), raw=False),
@@ -138,11 +139,12 @@ def test_going_on_with_another_base_is_told_by_names(tmp_path: Path, recorded: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["hunyuan", "sd3"])
-def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_a_changed_base_is_named(
+def test_training_run_and_export_draw_the_same_and_a_changed_base_is_named(
     tmp_path: Path, small_config: Callable[..., TrainConfig], family: str
 ) -> None:
+    """Training, the run and its export draw the same images; a changed base is named."""
     base, run = tmp_path / "base", tmp_path / "run"
-    shutil.copytree(tiny_pipelines.built(family), base)
+    shutil.copytree(tiny_models.built(family), base)
     own = {"model": TrainConfig.model, "patch_size": 0, "max_images": 4, "n_steps": 1, "lr": 2e-3, "nproc": 1}
     config = small_config(run, model_path=str(base), guidance_scale=3.0, image_size=(64, 64), sample_seed=7, **own)
     assert train.run(config) == 0
@@ -162,7 +164,7 @@ def test_training_generating_from_the_run_and_from_its_export_draw_the_same_and_
 
     with pytest.raises(InputError, match="no --model_path, but"):
         train.run(dataclasses.replace(config, model_path="", n_steps=2, image_size=(32, 32)))
-    shutil.copy(tiny_pipelines.built(family) / "model_index.json", base / "transformer/more.json")
+    shutil.copy(tiny_models.built(family) / "model_index.json", base / "transformer/more.json")
     with pytest.raises(InputError, match=r"was fine-tuned from .* is not the one this run was trained from") as caught:
         load_denoiser(run, raw=False)
     assert f"--model_path {run / 'export'}" in caught.value.action

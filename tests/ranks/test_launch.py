@@ -1,4 +1,4 @@
-"""`halation train` on several ranks as people and schedulers start, stop and kill it: it ends cleanly and goes on to the same bits."""
+"""`halation train` on several ranks, stopped and killed, ends cleanly and resumes exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from halation.distributed import launcher
 from halation.errors import InputError
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import finish, fired, halation, last_step, started, train, until
 
 pytestmark = pytest.mark.ranks
@@ -72,7 +72,7 @@ def test_an_error_of_all_ranks_is_told_once_without_a_traceback(tmp_path: Path) 
     assert said.count("--engine single with 2 ranks") == 1
     assert "Traceback" not in said
     assert "restarting" not in said
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_start_that_ranks_refuse_leaves_the_run_what_it_was(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_one_ctrl_c_saves_however_long_that_takes_and_the_same_command_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_one_ctrl_c_saves_and_the_same_command_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """The other rank has nothing to write and is ready at once: nobody may leave before the first one has committed."""
     run = tmp_path / "run"
     words = halation(train(run, ckpt_every=0))
@@ -102,11 +102,11 @@ def test_one_ctrl_c_saves_however_long_that_takes_and_the_same_command_goes_on_t
         assert "asked to stop (signal 2): saved at step" in command.said()
         assert "Traceback" not in command.said()
     assert "checkpoint.part:1:sleep=6:0" in fired(tmp_path / "log")
-    [step] = checker.good(run / "checkpoints")
+    [step] = run_readers.valid_checkpoints(run / "checkpoints")
     assert 2 <= step < 6
-    assert checker.leftovers(run) == []
+    assert run_readers.leftovers(run) == []
     assert finish(words, tmp_path / "log") == 0
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()
 
 
 @pytest.mark.faults
@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 8.0, "the save would take a minute"
         command.until_gone(5.0)
     assert len(fired(tmp_path / "log")) > 3
-    assert list(checker.good(run / "checkpoints")) == [2]
+    assert list(run_readers.valid_checkpoints(run / "checkpoints")) == [2]
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_warning_to_one_rank_alone_stops_all_at_one_step(tmp_path: Path) -> No
         assert command.process.wait(30) == 143
         command.until_gone(5.0)
         assert "restarting" not in command.said()
-    [folder] = checker.good(run / "checkpoints").values()
+    [folder] = run_readers.valid_checkpoints(run / "checkpoints").values()
     assert json.loads((folder / "state.json").read_text())["position"]["step"] < 6
 
 
@@ -153,8 +153,8 @@ def test_one_rank_alone_saves_and_ends_with_the_code_of_its_signal(tmp_path: Pat
         command.process.send_signal(number)
         assert command.process.wait(30) == code
         assert f"asked to stop (signal {number})" in command.said()
-    assert len(checker.good(run / "checkpoints")) == 1
-    assert checker.leftovers(run) == []
+    assert len(run_readers.valid_checkpoints(run / "checkpoints")) == 1
+    assert run_readers.leftovers(run) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -167,14 +167,15 @@ def test_a_signal_while_ranks_are_starting_is_no_failure(tmp_path: Path, number:
         command.until_gone(5.0)
         assert "before all ranks had started" in command.said()
         assert "Traceback" not in command.said()
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_one_rank_while_it_starts_is_no_failure_and_no_reason_to_start_again(
+def test_a_signal_to_a_starting_rank_is_no_failure_and_causes_no_restart(
     tmp_path: Path, number: int, code: int
 ) -> None:
+    """A signal to one rank while it starts is no failure and causes no restart."""
     with started(halation(train(tmp_path / "run", max_restarts=3)), tmp_path / "log") as command:
         until(lambda: len(command.rank_pids()) == 2, command=command)
         os.kill(command.rank_pids()[1], number)
@@ -183,9 +184,9 @@ def test_a_signal_to_one_rank_while_it_starts_is_no_failure_and_no_reason_to_sta
         assert f"rank 1 was asked to stop (signal {number})" in command.said()
         assert "restarting" not in command.said()
         assert "Traceback" not in command.said()
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []
     assert finish(halation(train(tmp_path / "run")), tmp_path / "log") == 0
-    assert commands.last_bits(tmp_path / "run") == commands.unbroken()
+    assert commands.last_bits(tmp_path / "run") == commands.undisturbed_training()
 
 
 # -- being killed
@@ -202,7 +203,7 @@ def test_ranks_die_with_a_killed_parent_and_a_killed_rank_is_started_again(tmp_p
         assert len(command.alive()) >= 5, "parent, two ranks, a worker each"
         command.process.kill()
         command.until_gone(10.0)
-    assert checker.good(run / "checkpoints")
+    assert run_readers.valid_checkpoints(run / "checkpoints")
     words = halation(train(run, max_restarts=1))
     fault = "train.step:2:kill:1:once"
     (tmp_path / "fired").unlink(missing_ok=True)
@@ -211,7 +212,7 @@ def test_ranks_die_with_a_killed_parent_and_a_killed_rank_is_started_again(tmp_p
     said = (tmp_path / "log").read_text()
     assert "rank 1 was killed by signal 9 (SIGKILL)" in said
     assert "restarting from the last checkpoint (1 of 1)" in said
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()
 
 
 def assert_refused(tmp_path: Path, words: list[str], owner: commands.Started) -> None:
@@ -232,7 +233,7 @@ def test_a_rank_that_always_dies_is_started_again_as_often_as_allowed(tmp_path: 
     said = (tmp_path / "log").read_text()
     assert said.count("restarting from") == 1
     assert said.rstrip().splitlines()[-1].startswith("halation: rank 1 was killed by signal 9")
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []
 
 
 @pytest.mark.faults
@@ -243,4 +244,4 @@ def test_an_error_nobody_expected_names_its_rank(tmp_path: Path) -> None:
     said = (tmp_path / "log").read_text()
     assert "rank 1 failed:" in said
     assert "InjectedFault: fault injected at train.step" in said
-    assert checker.leftovers(tmp_path / "run") == []
+    assert run_readers.leftovers(tmp_path / "run") == []

@@ -1,4 +1,4 @@
-"""Under torchrun and srun `halation train` joins the ranks that are there, on one machine or two, and goes on after their kills."""
+"""`halation train` under torchrun and srun joins existing ranks and resumes after kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import checker, commands
+from support import commands, run_readers
 from support.commands import TORCHRUN, finish, fired, halation, last_step, started, train, until
 
 pytestmark = pytest.mark.ranks
@@ -42,7 +42,7 @@ def test_two_torchrun_agents_on_two_nodes_train_one_run_to_the_launchers_bits(tm
         for agent in agents:
             assert agent.process.wait(120) == 0, agent.said()
             agent.until_gone(5.0)
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()
     assert (run / "logs" / "rank_1.log").exists()
 
 
@@ -54,7 +54,7 @@ def test_torchrun_starts_a_killed_rank_again_and_it_resumes_by_itself(tmp_path: 
     assert finish(words, tmp_path / "log", "train.step:3:kill:1:once") == 0, (tmp_path / "log").read_text()
     assert fired(tmp_path / "log") == ["train.step:3:kill:1"]
     assert "resuming from step 2" in (run / "logs" / "train.log").read_text()
-    assert commands.last_bits(run) == commands.unbroken()
+    assert commands.last_bits(run) == commands.undisturbed_training()
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_torchrun_told_to_end_saves_first(tmp_path: Path) -> None:
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(60) != 0
         command.until_gone(5.0)
-    assert len(checker.good(run / "checkpoints")) == 1
-    assert checker.leftovers(run) == []
+    assert len(run_readers.valid_checkpoints(run / "checkpoints")) == 1
+    assert run_readers.leftovers(run) == []
 
 
 def catches_sigterm(pid: int) -> bool:
@@ -88,7 +88,8 @@ def catches_sigterm(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_signal_to_one_rank_of_torchrun_while_it_loads_stops_all_at_one_step_that_is_saved(tmp_path: Path) -> None:
+def test_a_signal_to_a_loading_torchrun_rank_stops_all_at_one_saved_step(tmp_path: Path) -> None:
+    """A signal to one rank of torchrun while it loads stops all ranks at one saved step."""
     run = tmp_path / "run"
     words = torchrun("--standalone", "--nproc_per_node", "2") + train(run, nproc=None)
     with started(words, tmp_path / "log", "train.step:3+:sleep=1") as command:
@@ -100,7 +101,7 @@ def test_a_signal_to_one_rank_of_torchrun_while_it_loads_stops_all_at_one_step_t
         command.until_gone(5.0)
         assert "asked to stop (signal 15): saved at step" in command.said()
         assert "exitcode  : 143" in command.said()
-    assert 0 < max(checker.good(run / "checkpoints")) < 6
+    assert 0 < max(run_readers.valid_checkpoints(run / "checkpoints")) < 6
 
 
 @pytest.mark.slow
@@ -161,8 +162,8 @@ def test_tasks_of_srun_join_one_world_and_its_signal_saves(tmp_path: Path) -> No
         assert codes == ([143, 143] if signalled else [0, 0]), (tmp_path / "log_0").read_text()
         assert list(tmp_path.glob(".halation_rendezvous*")) == []
         if signalled:
-            assert max(checker.good(run / "checkpoints")) >= 3
-    assert commands.last_bits(run) == commands.unbroken()
+            assert max(run_readers.valid_checkpoints(run / "checkpoints")) >= 3
+    assert commands.last_bits(run) == commands.undisturbed_training()
 
 
 def test_a_batch_script_is_no_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The laws of training, sampling and resuming on ZeRO 1, 2 and 3: the same sessions as on any engine."""
+"""Laws of training, sampling and resuming on ZeRO 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from halation.training import checkpoint_state
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import commands, rank_jobs, run_folders
+from support import commands, rank_functions, run_readers
 from support.rank_pool import RankPool, RanksFailed
-from support.suspicious import SuspiciousSession
+from support.training_loops import StateCheckingSession
 
 pytestmark = [
     pytest.mark.ranks,
@@ -45,10 +45,10 @@ WORLDS = [
 def config(folder: Path, stage: int, **changes: Any) -> TrainConfig:
     """Steps large enough that weights show in the images."""
     settings = {"engine": "deepspeed", "zero_stage": stage, "n_steps": NUM_STEPS, "lr": 1e-2, "ema_decay": 0.5}
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
-class Suspicious(SuspiciousSession):
+class SampledSession(StateCheckingSession):
     def _visible(self) -> dict[str, Any]:
         pieces = checkpoint_state.checkpoint_parts(self.networks)
         return {
@@ -63,22 +63,25 @@ class Suspicious(SuspiciousSession):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), SampledSession(world, config) as session:
         session.prepare()
         session.run()
         return session.num_looks
 
 
 @pytest.mark.parametrize(("stage", "size"), WORLDS)
-def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
+    """Training that samples at every step has the bits of training that never samples."""
     drawing = config(tmp_path / "drawing", stage, ckpt_every=1, sample_raw=True, sample_offload=True)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
-    ranks.run(size, rank_jobs.train, config(tmp_path / "never", stage, sample=False, validation_images=0))
+    ranks.run(size, rank_functions.train, config(tmp_path / "never", stage, sample=False, validation_images=0))
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
-    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
-    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+    assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "never", NUM_STEPS
+    )
+    assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
 
 
 @SLOW
@@ -86,13 +89,15 @@ def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never
 def test_a_run_stopped_and_started_again_ends_in_the_bits_of_one_that_never_stopped(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
-    ranks.run(size, rank_jobs.train, config(tmp_path / "whole", stage))
+    ranks.run(size, rank_functions.train, config(tmp_path / "whole", stage))
     cut = config(tmp_path / "cut", stage)
-    assert ranks.run(size, rank_jobs.train_until, cut, 2, size - 1) == [128 + signal.SIGTERM] * size
-    ranks.run(size, rank_jobs.train, cut)
-    assert run_folders.saved(tmp_path / "cut", NUM_STEPS) == run_folders.saved(tmp_path / "whole", NUM_STEPS)
+    assert ranks.run(size, rank_functions.train_until, cut, 2, size - 1) == [128 + signal.SIGTERM] * size
+    ranks.run(size, rank_functions.train, cut)
+    assert run_readers.checkpoint_bytes(tmp_path / "cut", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "whole", NUM_STEPS
+    )
     place = f"samples/step_{NUM_STEPS:07d}"
-    assert run_folders.images(tmp_path / "cut" / place) == run_folders.images(tmp_path / "whole" / place)
+    assert run_readers.sample_files(tmp_path / "cut" / place) == run_readers.sample_files(tmp_path / "whole" / place)
 
 
 @SLOW
@@ -101,9 +106,9 @@ def test_training_agrees_with_ddp_and_the_export_has_every_weight(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
     changes = {"sample": False, "validation_images": 0, "lr": 1e-3}
-    ranks.run(size, rank_jobs.train, config(tmp_path / "zero", stage, **changes))
-    ranks.run(size, rank_jobs.train, config(tmp_path / "ddp", TrainConfig.zero_stage, engine="ddp", **changes))
-    assert run_folders.losses(tmp_path / "zero") == pytest.approx(run_folders.losses(tmp_path / "ddp"), rel=1e-5)
+    ranks.run(size, rank_functions.train, config(tmp_path / "zero", stage, **changes))
+    ranks.run(size, rank_functions.train, config(tmp_path / "ddp", TrainConfig.zero_stage, engine="ddp", **changes))
+    assert run_readers.losses(tmp_path / "zero") == pytest.approx(run_readers.losses(tmp_path / "ddp"), rel=1e-5)
     for part in ("model", "ema"):
         mine, theirs = (
             dict(CheckpointReader(tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}").read_part(part))
@@ -125,7 +130,7 @@ def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> l
         session.engine.sync_master_weights()
         states = []
         for num in numbers:
-            settings = dataclasses.replace(session.sample_settings, prompts=rank_jobs.PROMPTS[:num])
+            settings = dataclasses.replace(session.sample_settings, prompts=rank_functions.PROMPTS[:num])
             sharded = session.engine.sharded
             drawing = DenoiserSampler(
                 world, session.denoiser, settings, sharded=sharded, timeout_s=30.0, stop=lambda: 0
@@ -139,27 +144,28 @@ def draw(world: Any, config: TrainConfig, numbers: list[int], output: Path) -> l
 
 @SLOW
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_images_of_one(
+def test_none_one_and_five_prompts_on_three_ranks_give_the_images_of_one(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    trained = config(tmp_path / "run", stage, sample_prompts=rank_jobs.PROMPTS)
-    ranks.run(2, rank_jobs.train, trained)
-    published = run_folders.images(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
+    """None, one and five prompts on three ranks do not hang and give the images of one rank."""
+    trained = config(tmp_path / "run", stage, sample_prompts=rank_functions.PROMPTS)
+    ranks.run(2, rank_functions.train, trained)
+    published = run_readers.sample_files(tmp_path / f"run/samples/step_{NUM_STEPS:07d}")
     states = ranks.run(3, draw, trained, [0, 1, 5], tmp_path / "drawn")
     assert states == [[[], ["done"], ["done"] * 5]] * 3
-    assert ": 3.2 M parameters" in run_folders.log_of(tmp_path / "run", 0)
-    drawn = run_folders.images(tmp_path / "drawn/5")
+    assert ": 3.2 M parameters" in run_readers.rank_log(tmp_path / "run", 0)
+    drawn = run_readers.sample_files(tmp_path / "drawn/5")
     images = {name: data for name, data in published.items() if name.startswith("sample_")}
     assert len(images) == 10
     assert {name: drawn[name] for name in images} == images
-    one = run_folders.images(tmp_path / "drawn/1")
+    one = run_readers.sample_files(tmp_path / "drawn/1")
     assert one["sample_00.png"] == images["sample_00.png"]
     (tmp_path / "rendezvous").mkdir()
     alone = SampleConfig(
         checkpoint=tmp_path / "run", output_dir=tmp_path / "alone", progress="none", dist_timeout_s=30.0
     )
-    ranks.run(1, rank_jobs.run_job, "sample", alone, tmp_path / "rendezvous")
-    assert {name: run_folders.images(tmp_path / "alone")[name] for name in images} == images
+    ranks.run(1, rank_functions.run_job, "sample", alone, tmp_path / "rendezvous")
+    assert {name: run_readers.sample_files(tmp_path / "alone")[name] for name in images} == images
 
 
 @pytest.mark.faults
@@ -168,27 +174,29 @@ def test_none_one_and_five_prompts_on_three_ranks_hang_nobody_and_are_the_images
 def test_a_rank_killed_while_it_saves_leaves_the_last_good_checkpoint_to_go_on_from(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    ranks.run(2, rank_jobs.train, config(tmp_path / "whole", stage, ckpt_every=1))
+    ranks.run(2, rank_functions.train, config(tmp_path / "whole", stage, ckpt_every=1))
     cut = config(tmp_path / "cut", stage, ckpt_every=1)
     with pytest.raises(RanksFailed):
-        ranks.run(2, rank_jobs.train, cut, environment={"HALATION_FAULT": "checkpoint.part:5:kill"})
+        ranks.run(2, rank_functions.train, cut, environment={"HALATION_FAULT": "checkpoint.part:5:kill"})
     good = sorted(path.name for path in (tmp_path / "cut/checkpoints").glob("step_*"))
     assert good == ["step_0000001"]
-    ranks.run(2, rank_jobs.train, cut)
-    assert run_folders.saved(tmp_path / "cut", NUM_STEPS) == run_folders.saved(tmp_path / "whole", NUM_STEPS)
+    ranks.run(2, rank_functions.train, cut)
+    assert run_readers.checkpoint_bytes(tmp_path / "cut", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "whole", NUM_STEPS
+    )
 
 
 def test_another_engine_is_refused_with_the_way_through_the_exported_weights(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"sample": False, "validation_images": 0, "n_steps": 1}
-    ranks.run(1, rank_jobs.train, config(tmp_path, 2, **settings))
+    ranks.run(1, rank_functions.train, config(tmp_path, 2, **settings))
     for changes in ({"engine": "fsdp"}, {"zero_stage": 3}, {"engine": "ddp", "accept_changes": True}):
         with pytest.raises(HalationError) as caught:
             job.open_record(config(tmp_path, 2, **settings | {"n_steps": 2} | changes), "cpu")
         assert "was trained with --engine deepspeed --zero_stage 2" in str(caught.value)
         assert f"--output_dir NEW --model {tmp_path / 'export'}" in str(caught.value)
     # The way it names.
-    ranks.run(2, rank_jobs.train, config(tmp_path / "new", 3, model=str(tmp_path / "export"), **settings))
-    assert sorted(run_folders.losses(tmp_path / "new")) == [1]
+    ranks.run(2, rank_functions.train, config(tmp_path / "new", 3, model=str(tmp_path / "export"), **settings))
+    assert sorted(run_readers.losses(tmp_path / "new")) == [1]
 
 
 @SLOW

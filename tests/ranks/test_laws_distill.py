@@ -1,4 +1,4 @@
-"""The laws of training hold for a student too: ranks agree, sampling is invisible, a resumed run has the bits of an unbroken one."""
+"""Laws of training for a student: ranks agree, sampling is invisible, resume is exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from halation.distillation.config import DistillConfig
-from support import rank_jobs, run_folders, tiny_teachers
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +28,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 def distilled(folder: Path, objective: str, **changes: Any) -> DistillConfig:
-    return tiny_teachers.small_config(folder, **OBJECTIVES[objective] | changes)
+    return rank_functions.small_distill_config(folder, **OBJECTIVES[objective] | changes)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,18 @@ def distilled(folder: Path, objective: str, **changes: Any) -> DistillConfig:
         pytest.param("velocity", "ddp", 1, marks=SLOW),
     ],
 )
-def test_a_student_whose_samples_are_drawn_at_every_step_has_the_bits_of_one_that_is_never_drawn(
+def test_sampling_at_every_step_leaves_the_bits_of_a_student(
     ranks: RankPool, tmp_path: Path, objective: str, engine: str, size: int
 ) -> None:
+    """A student that is sampled at every step has the bits of one that is never sampled."""
     drawing = distilled(tmp_path / "drawing", objective, engine=engine, sample_raw=True)
-    ranks.run(size, rank_jobs.distill, drawing, **PATIENCE)
+    ranks.run(size, rank_functions.distill, drawing, **PATIENCE)
     never = distilled(tmp_path / "never", objective, engine=engine, sample=False, ckpt_every=0)
-    ranks.run(size, rank_jobs.distill, never, **PATIENCE)
+    ranks.run(size, rank_functions.distill, never, **PATIENCE)
     images = list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))
     assert len(images) == drawing.n_steps * 2 * 2
     assert not list((tmp_path / "never").glob("samples/step_*"))
-    assert run_folders.saved(tmp_path / "drawing", drawing.n_steps) == run_folders.saved(
+    assert run_readers.checkpoint_bytes(tmp_path / "drawing", drawing.n_steps) == run_readers.checkpoint_bytes(
         tmp_path / "never", drawing.n_steps
     )
 
@@ -73,13 +74,17 @@ def test_a_resumed_distillation_has_the_bits_of_an_unbroken_one_in_every_optimiz
     ranks: RankPool, tmp_path: Path, objective: str, engine: str
 ) -> None:
     whole = distilled(tmp_path / "whole", objective, engine=engine)
-    ranks.run(2, rank_jobs.distill, whole, **PATIENCE)
+    ranks.run(2, rank_functions.distill, whole, **PATIENCE)
     half = whole.n_steps // 2
     broken = {"engine": engine, "sample": False}
-    ranks.run(2, rank_jobs.distill, distilled(tmp_path / "broken", objective, **broken | {"n_steps": half}), **PATIENCE)
+    ranks.run(
+        2, rank_functions.distill, distilled(tmp_path / "broken", objective, **broken | {"n_steps": half}), **PATIENCE
+    )
     resumed = distilled(tmp_path / "broken", objective, **broken | {"n_steps": whole.n_steps})
-    ranks.run(2, rank_jobs.distill, resumed, **PATIENCE)
-    assert run_folders.saved(tmp_path / "whole", whole.n_steps) == run_folders.saved(tmp_path / "broken", whole.n_steps)
+    ranks.run(2, rank_functions.distill, resumed, **PATIENCE)
+    assert run_readers.checkpoint_bytes(tmp_path / "whole", whole.n_steps) == run_readers.checkpoint_bytes(
+        tmp_path / "broken", whole.n_steps
+    )
     parts = {
         path.name.split(".")[0].split("-")[0] for path in (tmp_path / "broken").glob("checkpoints/*/*.safetensors")
     }
@@ -98,17 +103,17 @@ def test_losses_follow_each_other_whatever_the_number_of_ranks(ranks: RankPool, 
     steps = {"n_steps": 4, "ckpt_every": 0, "sample": False}
     for size in (1, 2):
         config = distilled(tmp_path / str(size), objective, batch_size=4 // size, **steps)
-        ranks.run(size, rank_jobs.distill, config, **PATIENCE)
+        ranks.run(size, rank_functions.distill, config, **PATIENCE)
     assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-4)
 
 
 def test_a_student_begins_at_its_teacher_and_moves_away_from_it(ranks: RankPool, tmp_path: Path) -> None:
     config = distilled(tmp_path / "run", "velocity", teacher_guidance=1.0, sample=False)
-    ranks.run(1, rank_jobs.distill, config, **PATIENCE)
+    ranks.run(1, rank_functions.distill, config, **PATIENCE)
     assert losses(tmp_path / "run")[0] == pytest.approx(0.0, abs=1e-10), "a copy says what its teacher says"
-    teacher = load_file(tiny_teachers.dit() / "model.safetensors")
+    teacher = load_file(rank_functions.tiny_teacher() / "model.safetensors")
     config = distilled(tmp_path / "guided", "velocity", sample=False)
-    ranks.run(1, rank_jobs.distill, config, **PATIENCE)
+    ranks.run(1, rank_functions.distill, config, **PATIENCE)
     student = load_file(tmp_path / "guided/export/model.safetensors")
     assert losses(tmp_path / "guided")[0] > 1e-4, "guidance is what it has to learn"
     assert student.keys() == teacher.keys()
@@ -123,10 +128,10 @@ def images(folder: Path) -> dict[str, bytes]:
 
 def test_samples_of_an_epoch_are_shared_out_2_2_0_and_are_those_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """Steps too small to round differently: what is compared is the drawing."""
-    shared = {"sample_prompts": rank_jobs.PROMPTS[:4], "sample_names": "rank", "num_epochs": 1, "lr": 1e-12}
+    shared = {"sample_prompts": rank_functions.PROMPTS[:4], "sample_names": "rank", "num_epochs": 1, "lr": 1e-12}
     for size in (1, 3):
         config = distilled(tmp_path / str(size), "trajectory", batch_size=6 // size, ckpt_every=0, **shared)
-        ranks.run(size, rank_jobs.distill, config, **PATIENCE)
+        ranks.run(size, rank_functions.distill, config, **PATIENCE)
     names = {path.name for path in (tmp_path / "3/samples").glob("epoch_*.png")} - {"epoch_0001_grid.png"}
     assert names == {f"epoch_0001_rank_{rank}_sample_{number:02d}.png" for rank in range(2) for number in range(2)}
     assert len(images(tmp_path / "1/samples")) == 4
@@ -146,7 +151,7 @@ def test_a_sampler_far_slower_than_the_timeout_hangs_nobody(ranks: RankPool, tmp
     )
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1", "HALATION_FAULT_LOG": str(fired)}
-    ranks.run(3, rank_jobs.distill, config, timeout_s=120.0, world_timeout_s=4.0, environment=environment)
+    ranks.run(3, rank_functions.distill, config, timeout_s=120.0, world_timeout_s=4.0, environment=environment)
     assert fired.read_text().count("sample.forward") == 2 * 12
     for step in (1, 2):
         index = json.loads((tmp_path / f"run/samples/step_000000{step}/samples.json").read_text())
@@ -159,11 +164,13 @@ def test_an_error_of_one_rank_while_it_samples_costs_its_image_and_nothing_else(
 ) -> None:
     settings: dict[str, Any] = {"teacher_samples": False, "sample_names": "rank", "num_epochs": 1, "batch_size": 3}
     undisturbed = distilled(tmp_path / "undisturbed", "velocity", sample=False, **settings)
-    ranks.run(2, rank_jobs.distill, undisturbed, **PATIENCE)
+    ranks.run(2, rank_functions.distill, undisturbed, **PATIENCE)
     config = distilled(tmp_path / "run", "velocity", **settings)
-    ranks.run(2, rank_jobs.distill, config, **PATIENCE, environment={"HALATION_FAULT": "sample.prepare:1:raise:1"})
+    ranks.run(2, rank_functions.distill, config, **PATIENCE, environment={"HALATION_FAULT": "sample.prepare:1:raise:1"})
     index = json.loads((tmp_path / "run/samples/epoch_0001_samples.json").read_text())
     assert [row["state"] for row in index["samples"]] == ["done", "failed"]
     assert "Error during sampling on GPU 1" in (tmp_path / "run/logs/train.log").read_text()
     step = index["step"]
-    assert run_folders.saved(tmp_path / "run", step) == run_folders.saved(tmp_path / "undisturbed", step)
+    assert run_readers.checkpoint_bytes(tmp_path / "run", step) == run_readers.checkpoint_bytes(
+        tmp_path / "undisturbed", step
+    )

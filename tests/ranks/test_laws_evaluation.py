@@ -1,4 +1,4 @@
-"""Evaluations in training: invisible to it, the same numbers on any number of ranks and after any stop, and a failing rank costs one of them."""
+"""Evaluations in training: invisible, the same on any ranks and after any stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.periodic_tasks import PeriodicTasks
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -54,10 +54,10 @@ def evaluated(folder: Path, **changes: Any) -> TrainConfig:
         "eval_reference": 24,
         "eval_batch_size": 4,
     }
-    return job.resolve_config(rank_jobs.small_config(folder, **settings | changes))
+    return job.resolve_config(rank_functions.small_config(folder, **settings | changes))
 
 
-class Suspicious(TrainingSession):
+class StateCheckingSession(TrainingSession):
     """Looks at everything that an evaluation could disturb, before and after."""
 
     num_looks = 0
@@ -82,7 +82,7 @@ class Suspicious(TrainingSession):
 
 
 def train_suspiciously(world: Any, config: TrainConfig) -> int:
-    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), StateCheckingSession(world, config) as session:
         session.prepare()
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
@@ -110,15 +110,16 @@ def numbers(folder: Path, step: int) -> dict[str, Any]:
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
     ],
 )
-def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_never_evaluates(
+def test_evaluating_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
+    """Training that evaluates at every step has the bits of training that never evaluates."""
     looking, never = tmp_path / "looking", tmp_path / "never"
     assert ranks.run(size, train_suspiciously, evaluated(looking, engine=engine)) == [NUM_STEPS] * size
     assert ranks.run(size, train_suspiciously, evaluated(never, engine=engine, eval_every=0)) == [0] * size
     assert not (never / "evaluation").exists()
-    assert run_folders.saved(looking, NUM_STEPS) == run_folders.saved(never, NUM_STEPS)
-    assert run_folders.losses(looking) == run_folders.losses(never)
+    assert run_readers.checkpoint_bytes(looking, NUM_STEPS) == run_readers.checkpoint_bytes(never, NUM_STEPS)
+    assert run_readers.losses(looking) == run_readers.losses(never)
     for rank in range(size):
         mine, theirs = (
             json.loads((folder / f"checkpoints/step_{NUM_STEPS:07d}/rank_state_{rank}.json").read_text())
@@ -126,7 +127,7 @@ def test_training_that_evaluates_at_every_step_has_the_bits_of_training_that_nev
         )
         assert mine == theirs, "python, numpy and torch drew nothing"
 
-    lines = [row for row in run_folders.metrics(looking) if "num_generated" in row]
+    lines = [row for row in run_readers.metric_rows(looking) if "num_generated" in row]
     assert [row["step"] for row in lines] == [1] * len(NAMES) + [2] * len(NAMES)
     assert {row["metric"] for row in lines} == NAMES
     assert all(row["few"] for row in lines if row["metric"] != "prompt agreement"), "a quick look is marked"
@@ -146,7 +147,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def folder(engine: str) -> Path:
         if engine not in known:
             known[engine] = tmp_path_factory.mktemp(f"evaluated_{engine}")
-            ranks.run(2, rank_jobs.train, evaluated(known[engine], engine=engine))
+            ranks.run(2, rank_functions.train, evaluated(known[engine], engine=engine))
         return known[engine]
 
     return folder
@@ -162,7 +163,7 @@ def test_a_checkpoint_gives_the_numbers_of_its_training_on_one_two_and_three_ran
         folder = tmp_path / f"on_{size}"
         shutil.copytree(whole, folder)
         shutil.rmtree(folder / "evaluation")
-        ranks.run(size, rank_jobs.train, evaluated(folder, engine=engine))
+        ranks.run(size, rank_functions.train, evaluated(folder, engine=engine))
         assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
         assert report(folder, NUM_STEPS)["num_ranks"] == size
 
@@ -189,7 +190,7 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
     )
     (tmp_path / "rendezvous").mkdir()
     config = resolve_config(asked, open_images(asked))
-    ranks.run(2, rank_jobs.run_job, "evaluate", config, tmp_path / "rendezvous")
+    ranks.run(2, rank_functions.run_job, "evaluate", config, tmp_path / "rendezvous")
     found = json.loads((tmp_path / "report.json").read_text())["metrics"]
     timeless = {key: {name: one[name] for name in one if name != "seconds"} for key, one in found.items()}
     assert timeless == numbers(trained(engine), NUM_STEPS)
@@ -209,19 +210,19 @@ def test_halation_evaluate_finds_the_same_numbers_for_the_same_images_of_the_run
         pytest.param("auto", "features:1:raise", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_completes_to_the_same_numbers(
+def test_a_rank_that_raises_costs_one_evaluation_which_a_restart_completes(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, point: str, culprit: int
 ) -> None:
     """The first three chunks that a rank writes are of the reference, the next ones of its two or three batches."""
     whole, folder, fired = trained(engine), tmp_path / "run", tmp_path / "fired"
     config = evaluated(folder, engine=engine, eval_every=NUM_STEPS)
     environment = {"HALATION_FAULT": f"{point}:{culprit}", "HALATION_FAULT_LOG": str(fired)}
-    ranks.run(2, rank_jobs.train, config, environment=environment)
+    ranks.run(2, rank_functions.train, config, environment=environment)
     assert fired.read_text() == f"{point}:{culprit}\n"
-    assert run_folders.saved(folder, NUM_STEPS) == run_folders.saved(whole, NUM_STEPS)
+    assert run_readers.checkpoint_bytes(folder, NUM_STEPS) == run_readers.checkpoint_bytes(whole, NUM_STEPS)
     assert not (folder / f"evaluation/step_{NUM_STEPS:07d}.json").exists()
     for rank in (0, 1):
-        said = run_folders.log_of(folder, rank)
+        said = run_readers.rank_log(folder, rank)
         assert f"the evaluation of step {NUM_STEPS} failed; training continues" in said
         assert f"rank {culprit}: " in said
 
@@ -229,11 +230,11 @@ def test_a_rank_that_raises_costs_one_evaluation_which_the_same_command_complete
     assert len(kept) == (0 if point.startswith(("features", "chunk.write:2")) else 4), (
         "the other batches need not be drawn again"
     )
-    ranks.run(2, rank_jobs.train, config)
+    ranks.run(2, rank_functions.train, config)
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
-    drawn = [line for line in run_folders.log_of(folder, 0).splitlines() if "batches for an evaluation" in line]
+    drawn = [line for line in run_readers.rank_log(folder, 0).splitlines() if "batches for an evaluation" in line]
     assert f"sampling {5 - len(kept)} of 5 batches" in drawn[-1]
-    assert {row["metric"] for row in run_folders.metrics(folder) if "num_generated" in row} == NAMES
+    assert {row["metric"] for row in run_readers.metric_rows(folder) if "num_generated" in row} == NAMES
 
 
 class Clumsy(TrainingSession):
@@ -268,14 +269,15 @@ def train_clumsily(world: Any, config: TrainConfig) -> int:
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("engine", ["fsdp", "auto"])
-def test_an_evaluation_that_fails_in_the_middle_of_its_drawing_leaves_the_bits_of_training(
+def test_an_evaluation_that_fails_while_drawing_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
+    """An evaluation that fails in the middle of its drawing leaves the bits of training."""
     assert ranks.run(2, train_clumsily, evaluated(tmp_path, engine=engine)) == [NUM_STEPS] * 2
     assert not list(tmp_path.glob("evaluation/step_*.json"))
-    assert "the evaluation of step 1 failed; training continues: clumsy" in run_folders.log_of(tmp_path, 0)
-    assert run_folders.losses(tmp_path) == run_folders.losses(trained(engine))
-    assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(trained(engine), NUM_STEPS)
+    assert "the evaluation of step 1 failed; training continues: clumsy" in run_readers.rank_log(tmp_path, 0)
+    assert run_readers.losses(tmp_path) == run_readers.losses(trained(engine))
+    assert run_readers.checkpoint_bytes(tmp_path, NUM_STEPS) == run_readers.checkpoint_bytes(trained(engine), NUM_STEPS)
 
 
 @pytest.mark.faults
@@ -288,12 +290,12 @@ def test_a_run_killed_while_it_evaluates_goes_on_with_what_is_there(
     with pytest.raises(RanksFailed):
         ranks.run(
             2,
-            rank_jobs.train,
+            rank_functions.train,
             config,
             environment={"HALATION_FAULT": "evaluate.features:2:kill:1"},
             world_timeout_s=4.0,
         )
-    ranks.run(1, rank_jobs.train, config)
+    ranks.run(1, rank_functions.train, config)
     assert numbers(folder, NUM_STEPS) == numbers(whole, NUM_STEPS)
 
 
@@ -302,7 +304,7 @@ def test_a_run_killed_while_it_evaluates_goes_on_with_what_is_there(
 def test_a_rank_that_hangs_while_it_evaluates_is_named_in_time(ranks: RankPool, tmp_path: Path) -> None:
     config = evaluated(tmp_path, n_steps=1, sample_timeout_s=2.0)
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, rank_jobs.train, config, environment={"HALATION_FAULT": "evaluate.features:1:sleep=5:1"})
+        ranks.run(2, rank_functions.train, config, environment={"HALATION_FAULT": "evaluate.features:1:sleep=5:1"})
     trouble = caught.value.troubles[0]
     assert trouble.kind == "RankFailure"
     assert "rank 1 has made no progress for 2 s in evaluating step 1" in trouble.message
@@ -329,32 +331,36 @@ def train_until_stopped(world: Any, config: TrainConfig) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "ckpt_every"), [("fsdp", 1), ("auto", 0)])
-def test_a_wish_to_stop_is_granted_while_evaluating_at_a_saved_step_and_else_at_the_next(
+def test_a_stop_request_ends_an_evaluation_at_a_saved_step(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str, ckpt_every: int
 ) -> None:
+    """A stop request is granted during an evaluation at a saved step, else at the next step."""
     config = evaluated(tmp_path, engine=engine, ckpt_every=ckpt_every)
     step = 1 if ckpt_every else 2
     assert ranks.run(2, train_until_stopped, config) == [(step, 143)] * 2
     assert not (tmp_path / "evaluation/step_0000001.json").exists()
-    ranks.run(2, rank_jobs.train, config)
+    ranks.run(2, rank_functions.train, config)
     for done in range(step, NUM_STEPS + 1):
         assert numbers(tmp_path, done) == numbers(trained(engine), done)
 
 
-def test_a_report_without_its_lines_is_told_and_an_evaluation_that_is_there_is_not_made_again(
+def test_metric_lines_are_written_from_a_report_without_evaluating_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:
+    """Missing metric lines are written from the report; a finished evaluation is not repeated."""
     folder = tmp_path / "run"
     shutil.copytree(trained("auto"), folder)
     before = (folder / "evaluation/step_0000002.json").read_bytes()
-    rows = run_folders.metrics(folder)
+    rows = run_readers.metric_rows(folder)
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows if not (row["step"] == 2 and "num_generated" in row))
     )
-    ranks.run(1, rank_jobs.train, evaluated(folder))
+    ranks.run(1, rank_functions.train, evaluated(folder))
     assert (folder / "evaluation/step_0000002.json").read_bytes() == before
-    assert [row for row in run_folders.metrics(folder) if "metric" in row] == [row for row in rows if "metric" in row]
-    ranks.run(1, rank_jobs.train, evaluated(folder, eval_images=20))
+    assert [row for row in run_readers.metric_rows(folder) if "metric" in row] == [
+        row for row in rows if "metric" in row
+    ]
+    ranks.run(1, rank_functions.train, evaluated(folder, eval_images=20))
     assert report(folder, 2)["generated"]["num"] == 20, "asked for in another way it is another evaluation"
 
 
@@ -363,15 +369,15 @@ def test_evaluations_after_the_checkpoint_are_forgotten_and_made_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:
     folder = tmp_path / "run"
-    assert ranks.run(2, rank_jobs.train_until, evaluated(folder), 1) == [143, 143]
+    assert ranks.run(2, rank_functions.train_until, evaluated(folder), 1) == [143, 143]
     stale = folder / "evaluation/step_0000002.json"
     stale.parent.mkdir(exist_ok=True)
     stale.write_text("{}")
-    ranks.run(2, rank_jobs.train, evaluated(folder))
+    ranks.run(2, rank_functions.train, evaluated(folder))
     whole = trained("auto")
     for step in (1, 2):
         assert numbers(folder, step) == numbers(whole, step)
-    lines = [(row["step"], row["metric"]) for row in run_folders.metrics(folder) if "num_generated" in row]
+    lines = [(row["step"], row["metric"]) for row in run_readers.metric_rows(folder) if "num_generated" in row]
     assert len(lines) == len(set(lines)) == 2 * len(NAMES)
 
 
@@ -393,7 +399,7 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
 ) -> None:
     changes = {"data": str(images), "eval_extractor": "streets", "eval_metrics": ("kid",), "n_steps": 1}
     for cache in ("memory", "pixels"):
-        ranks.run(1, rank_jobs.train, evaluated(tmp_path / cache, cache=cache, sample_prompts=(), **changes))
+        ranks.run(1, rank_functions.train, evaluated(tmp_path / cache, cache=cache, sample_prompts=(), **changes))
     assert numbers(tmp_path / "memory", 1) == numbers(tmp_path / "pixels", 1)
     found = report(tmp_path / "pixels", 1)
     assert found["reference"]["num"] == found["metrics"]["kid"]["num_reference"] == 20
@@ -409,11 +415,12 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
         ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "omit it"),
     ],
 )
-def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step_in_the_flags_of_training(
+def test_an_extractor_that_cannot_be_opened_is_refused_before_the_first_step(
     ranks: RankPool, tmp_path: Path, changes: dict[str, Any], found: str, advice: str
 ) -> None:
+    """An extractor that cannot be opened is refused before step 1, with the flags of training."""
     with pytest.raises(RanksFailed, match=found) as caught:
-        ranks.run(2, rank_jobs.train, evaluated(tmp_path, **changes))
+        ranks.run(2, rank_functions.train, evaluated(tmp_path, **changes))
     assert advice in str(caught.value)
     assert "--eval_every 0" in str(caught.value)
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""A rank that fails or hangs while it samples: everybody knows which one, nobody waits, and training ends in the same bits."""
+"""A rank that fails or hangs while sampling is named by all, and training keeps its bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from halation.training.config import TrainConfig
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults]
@@ -23,8 +23,8 @@ OUTSIDE_A_FORWARD = ("sample.prepare", "sample.decode", "sample.write")
 
 def config(folder: Path, engine: str, **changes: Any) -> TrainConfig:
     """Three prompts, so that each of up to three ranks draws one; samples after the first step and after the last."""
-    settings = {"n_steps": 2, "lr": 1e-2, "ckpt_every": 1, "sample_prompts": rank_jobs.PROMPTS[:3]}
-    return rank_jobs.small_config(folder, engine=engine, **settings | changes)
+    settings = {"n_steps": 2, "lr": 1e-2, "ckpt_every": 1, "sample_prompts": rank_functions.PROMPTS[:3]}
+    return rank_functions.small_config(folder, engine=engine, **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def unharmed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def folder(engine: str, size: int) -> Path:
         if (engine, size) not in known:
             known[engine, size] = tmp_path_factory.mktemp(f"unharmed_{engine}_{size}")
-            ranks.run(size, rank_jobs.train, config(known[engine, size], engine))
+            ranks.run(size, rank_functions.train, config(known[engine, size], engine))
         return known[engine, size]
 
     return folder
@@ -56,7 +56,7 @@ GRID = [
     ("engine", "size", "point", "culprit"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
 )
-def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps_its_bits(
+def test_a_rank_that_raises_while_sampling_is_reported_and_training_unchanged(
     ranks: RankPool,
     tmp_path: Path,
     unharmed: Callable[[str, int], Path],
@@ -65,27 +65,28 @@ def test_a_rank_that_raises_while_sampling_is_reported_by_all_and_training_keeps
     point: str,
     culprit: int,
 ) -> None:
+    """A rank that raises while sampling is reported by all ranks, and training keeps its bits."""
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": f"{point}:1:raise:{culprit}", "HALATION_FAULT_LOG": str(fired)}
-    ranks.run(size, rank_jobs.train, config(tmp_path / "run", engine), environment=environment)
+    ranks.run(size, rank_functions.train, config(tmp_path / "run", engine), environment=environment)
     assert fired.read_text() == f"{point}:1:raise:{culprit}\n"
 
-    first, last = run_folders.samples(tmp_path / "run", 1), run_folders.samples(tmp_path / "run", 2)
+    first, last = run_readers.sample_rows(tmp_path / "run", 1), run_readers.sample_rows(tmp_path / "run", 2)
     failed = [row for row in first if row["state"] == "failed"]
     assert [row["rank"] for row in failed] == [culprit]
     assert failed[0]["reason"] == f"InjectedFault: fault injected at {point}, passage 1"
     assert [row["state"] for row in first if row is not failed[0]] == ["done", "done"]
     assert [row["state"] for row in last] == ["done"] * 3
     for rank in range(size):
-        moment = said_at(run_folders.log_of(tmp_path / "run", rank), f"Error during sampling on GPU {culprit}: ")
+        moment = said_at(run_readers.rank_log(tmp_path / "run", rank), f"Error during sampling on GPU {culprit}: ")
         assert moment - fired.stat().st_mtime < 5
 
     whole = unharmed(engine, size)
-    assert run_folders.saved(tmp_path / "run", 2) == run_folders.saved(whole, 2)
+    assert run_readers.checkpoint_bytes(tmp_path / "run", 2) == run_readers.checkpoint_bytes(whole, 2)
     names = [row["file"] for row in first if row["state"] == "done"]
-    mine, theirs = (run_folders.images(folder / "samples/step_0000001") for folder in (tmp_path / "run", whole))
+    mine, theirs = (run_readers.sample_files(folder / "samples/step_0000001") for folder in (tmp_path / "run", whole))
     assert all(mine[name] == theirs[name] for name in names)
-    assert run_folders.images(tmp_path / "run/samples/step_0000002") == run_folders.images(
+    assert run_readers.sample_files(tmp_path / "run/samples/step_0000002") == run_readers.sample_files(
         whole / "samples/step_0000002"
     )
 
@@ -104,7 +105,7 @@ def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_al
     with pytest.raises(RanksFailed) as caught:
         ranks.run(
             3,
-            rank_jobs.train,
+            rank_functions.train,
             config(tmp_path, "fsdp"),
             environment={"HALATION_FAULT": f"sample.forward:1:raise:{culprit}"},
         )
@@ -118,9 +119,10 @@ def test_a_rank_that_raises_inside_a_sharded_forward_ends_all_and_is_named_by_al
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["sleep=5", "stop"])
-def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_it_can_speak(
+def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack(
     ranks: RankPool, tmp_path: Path, action: str
 ) -> None:
+    """A rank that hangs while sampling is named in time, with its stack if it can report one."""
     fired = tmp_path / "fired"
     environment = {"HALATION_FAULT": f"sample.forward:1:{action}:1", "HALATION_FAULT_LOG": str(fired)}
     timeout_s = 2.0
@@ -141,7 +143,7 @@ def test_a_rank_that_hangs_while_sampling_is_named_in_time_with_its_stack_where_
 
 def train_and_time(world: Any, config: TrainConfig) -> None:
     try:
-        rank_jobs.train(world, config)
+        rank_functions.train(world, config)
     finally:
         (config.output_dir / f"given_up_{world.rank}").write_text(str(time.time()))
 
@@ -152,10 +154,10 @@ def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(rank
     environment = {"HALATION_FAULT": "sample.forward:1+:sleep=1.1:1", "HALATION_FAULT_LOG": str(fired)}
     patient = config(tmp_path / "run", "ddp", n_steps=1, sample_steps=4, dist_timeout_s=3.0)
     began = time.monotonic()
-    ranks.run(2, rank_jobs.train, patient, environment=environment, world_timeout_s=3.0)
+    ranks.run(2, rank_functions.train, patient, environment=environment, world_timeout_s=3.0)
     assert time.monotonic() - began > 4 * 1.1
     assert len(fired.read_text().splitlines()) == 4
-    assert [row["state"] for row in run_folders.samples(tmp_path / "run", 1)] == ["done"] * 3
+    assert [row["state"] for row in run_readers.sample_rows(tmp_path / "run", 1)] == ["done"] * 3
 
 
 @pytest.mark.parametrize(
@@ -167,13 +169,14 @@ def test_a_sampler_far_slower_than_the_timeout_of_collectives_is_no_failure(rank
         ("kill", 1, "rank 1 stopped responding"),
     ],
 )
-def test_a_rank_that_hangs_or_dies_inside_a_sharded_forward_is_named_when_the_collective_gives_up(
+def test_a_rank_lost_inside_a_sharded_forward_is_named_after_the_timeout(
     ranks: RankPool, tmp_path: Path, action: str, culprit: int, words: str
 ) -> None:
+    """A rank that hangs or dies in a sharded forward is named when the collective times out."""
     environment = {"HALATION_FAULT": f"sample.forward:2:{action}:{culprit}"}
     settings = config(tmp_path, "fsdp", dist_timeout_s=4.0, sample_steps=3)
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(3, rank_jobs.train, settings, environment=environment, world_timeout_s=4.0)
+        ranks.run(3, rank_functions.train, settings, environment=environment, world_timeout_s=4.0)
     for rank, trouble in caught.value.troubles.items():
         if rank != culprit:
             assert trouble.kind == "RankFailure"

@@ -1,4 +1,4 @@
-"""The laws of training hold for fine-tuned pipelines too, on every engine: the same loop, sampling and checkpoint, another family."""
+"""Laws of training for fine-tuned pipelines, on every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
-from support import rank_jobs, run_folders, tiny_pipelines
+from support import rank_functions, run_readers, tiny_models
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +46,7 @@ def tuned(folder: Path, family: str, engine: str, **changes: Any) -> TrainConfig
     settings: dict[str, Any] = {
         "model": TrainConfig.model,
         "patch_size": 0,
-        "model_path": str(tiny_pipelines.built(family)),
+        "model_path": str(tiny_models.built(family)),
         "max_images": 6,
         "n_steps": NUM_STEPS,
         "lr": 2e-3,
@@ -57,7 +57,7 @@ def tuned(folder: Path, family: str, engine: str, **changes: Any) -> TrainConfig
     }
     if engine.startswith("zero"):
         settings["zero_stage"] = int(engine[-1])
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
 def rank_states(folder: Path, size: int) -> list[Any]:
@@ -66,17 +66,20 @@ def rank_states(folder: Path, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "engine", "size"), PAIRS)
-def test_fine_tuning_that_samples_at_every_step_has_the_bits_of_one_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_fine_tuning(
     ranks: RankPool, tmp_path: Path, family: str, engine: str, size: int
 ) -> None:
+    """Fine-tuning that samples at every step has the bits of one that never samples."""
     drawing = tuned(tmp_path / "drawing", family, engine, sample_raw=True, sample_offload=True)
-    ranks.run(size, rank_jobs.train, drawing, **PATIENCE)
+    ranks.run(size, rank_functions.train, drawing, **PATIENCE)
     never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, validation_images=0)
-    ranks.run(size, rank_jobs.train, never, **PATIENCE)
+    ranks.run(size, rank_functions.train, never, **PATIENCE)
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
     assert not (tmp_path / "never/samples").exists()
-    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
-    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+    assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "never", NUM_STEPS
+    )
+    assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
     assert rank_states(tmp_path / "drawing", size) == rank_states(tmp_path / "never", size)
 
 
@@ -94,13 +97,15 @@ def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
     ranks: RankPool, tmp_path: Path, family: str, engine: str, size: int
 ) -> None:
     changes = {"ckpt_every": 0, "n_steps": 3, "sample_prompts": ("a street",)}
-    ranks.run(size, rank_jobs.train, tuned(tmp_path / "whole", family, engine, **changes), **PATIENCE)
+    ranks.run(size, rank_functions.train, tuned(tmp_path / "whole", family, engine, **changes), **PATIENCE)
     stopped = tuned(tmp_path / "stopped", family, engine, **changes)
-    assert ranks.run(size, rank_jobs.train_until, stopped, 1, size - 1, **PATIENCE) == [128 + signal.SIGTERM] * size
-    ranks.run(size, rank_jobs.train, stopped, **PATIENCE)
-    assert run_folders.saved(tmp_path / "stopped", 3) == run_folders.saved(tmp_path / "whole", 3)
-    assert run_folders.losses(tmp_path / "stopped") == run_folders.losses(tmp_path / "whole")
-    images = [run_folders.images(tmp_path / name / "samples/step_0000003") for name in ("stopped", "whole")]
+    assert (
+        ranks.run(size, rank_functions.train_until, stopped, 1, size - 1, **PATIENCE) == [128 + signal.SIGTERM] * size
+    )
+    ranks.run(size, rank_functions.train, stopped, **PATIENCE)
+    assert run_readers.checkpoint_bytes(tmp_path / "stopped", 3) == run_readers.checkpoint_bytes(tmp_path / "whole", 3)
+    assert run_readers.losses(tmp_path / "stopped") == run_readers.losses(tmp_path / "whole")
+    images = [run_readers.sample_files(tmp_path / name / "samples/step_0000003") for name in ("stopped", "whole")]
     assert images[0] == images[1]
 
 
@@ -112,12 +117,13 @@ def test_a_stopped_fine_tuning_ends_in_the_bits_of_one_that_never_stopped(
         *(pytest.param(family, "fsdp", marks=SLOW) for family in ("hunyuan", "pixart", "sd3", "flux")),
     ],
 )
-def test_a_checkpoint_of_a_pipeline_gives_the_published_images_on_one_two_and_three_ranks(
+def test_a_pipeline_checkpoint_gives_the_published_images_on_any_ranks(
     ranks: RankPool, tmp_path: Path, family: str, engine: str
 ) -> None:
-    changes = {"sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0, "n_steps": 1}
-    ranks.run(2, rank_jobs.train, tuned(tmp_path / "run", family, engine, **changes), **PATIENCE)
-    published = run_folders.images(tmp_path / "run/samples/step_0000001")
+    """A checkpoint of a pipeline gives the published images on one, two and three ranks."""
+    changes = {"sample_prompts": rank_functions.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0, "n_steps": 1}
+    ranks.run(2, rank_functions.train, tuned(tmp_path / "run", family, engine, **changes), **PATIENCE)
+    published = run_readers.sample_files(tmp_path / "run/samples/step_0000001")
     assert len(published) == 5 + 5 + 1, "images, prompts and the grid"
     assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
     for size in (1, 3):
@@ -125,8 +131,8 @@ def test_a_checkpoint_of_a_pipeline_gives_the_published_images_on_one_two_and_th
         rendezvous.mkdir()
         output = tmp_path / f"by_hand_{size}"
         config = SampleConfig(checkpoint=tmp_path / "run", output_dir=output, progress="none", dist_timeout_s=60.0)
-        ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous, **PATIENCE)
-        assert run_folders.images(output) == published
+        ranks.run(size, rank_functions.run_job, "sample", config, rendezvous, **PATIENCE)
+        assert run_readers.sample_files(output) == published
 
 
 @SLOW
@@ -136,11 +142,16 @@ def test_no_one_and_five_prompts_on_three_ranks_are_each_drawn_once(
 ) -> None:
     for num in (0, 1, 5):
         config = tuned(
-            tmp_path / str(num), "hunyuan", engine, n_steps=1, sample_prompts=rank_jobs.PROMPTS[:num], sample=num > 0
+            tmp_path / str(num),
+            "hunyuan",
+            engine,
+            n_steps=1,
+            sample_prompts=rank_functions.PROMPTS[:num],
+            sample=num > 0,
         )
-        ranks.run(3, rank_jobs.train, config, **PATIENCE)
+        ranks.run(3, rank_functions.train, config, **PATIENCE)
         if num:
-            rows = run_folders.samples(tmp_path / str(num), 1)
+            rows = run_readers.sample_rows(tmp_path / str(num), 1)
             assert [row["state"] for row in rows] == ["done"] * num
 
 
@@ -150,8 +161,8 @@ def test_engines_agree_after_some_steps(ranks: RankPool, tmp_path: Path, family:
     weights = {}
     for engine in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
         config = tuned(tmp_path / engine, family, engine, n_steps=4, lr=1e-4, ckpt_every=0, sample=False)
-        ranks.run(2, rank_jobs.train, config, **PATIENCE)
-        weights[engine] = (run_folders.losses(tmp_path / engine), run_folders.validation(tmp_path / engine))
+        ranks.run(2, rank_functions.train, config, **PATIENCE)
+        weights[engine] = (run_readers.losses(tmp_path / engine), run_readers.validation_losses(tmp_path / engine))
     losses, validation = weights["ddp"]
     for engine, (others, theirs) in weights.items():
         assert others == pytest.approx(losses, rel=1e-5), engine
@@ -161,12 +172,12 @@ def test_engines_agree_after_some_steps(ranks: RankPool, tmp_path: Path, family:
 @pytest.mark.parametrize("engine", ["fsdp", pytest.param("ddp", marks=SLOW), pytest.param("zero2", marks=SLOW)])
 def test_adapters_alone_are_trained_saved_and_resumed(ranks: RankPool, tmp_path: Path, engine: str) -> None:
     changes = {"lora_rank": 2, "n_steps": 3, "ckpt_every": 0, "lr": 1e-2}
-    ranks.run(2, rank_jobs.train, tuned(tmp_path / "whole", "hunyuan", engine, **changes), **PATIENCE)
+    ranks.run(2, rank_functions.train, tuned(tmp_path / "whole", "hunyuan", engine, **changes), **PATIENCE)
     stopped = tuned(tmp_path / "stopped", "hunyuan", engine, **changes)
-    ranks.run(2, rank_jobs.train_until, stopped, 2, 0, **PATIENCE)
-    ranks.run(2, rank_jobs.train, stopped, **PATIENCE)
-    assert run_folders.saved(tmp_path / "stopped", 3) == run_folders.saved(tmp_path / "whole", 3)
-    names = run_folders.tensors(tmp_path / "whole", 3, "model")
+    ranks.run(2, rank_functions.train_until, stopped, 2, 0, **PATIENCE)
+    ranks.run(2, rank_functions.train, stopped, **PATIENCE)
+    assert run_readers.checkpoint_bytes(tmp_path / "stopped", 3) == run_readers.checkpoint_bytes(tmp_path / "whole", 3)
+    names = run_readers.tensors_at(tmp_path / "whole", 3, "model")
     assert names
     assert all("lora" in name for name in names)
     assert any(np.abs(values).max() > 0 for name, values in names.items() if "lora_B" in name)
@@ -192,22 +203,22 @@ def test_in_buckets_another_number_of_ranks_and_another_batch_go_on(ranks: RankP
     changes = {"data": data, "max_images": 0, "aspect_buckets": True, "image_size": (96, 96), "sample": False}
     changes |= {"validation_images": 0, "ckpt_every": 0, "lr": 1e-4, "ema_decay": 0.9}
     whole = tuned(tmp_path / "whole", "hunyuan", "ddp", n_steps=6, batch_size=4, **changes)
-    ranks.run(1, rank_jobs.train, whole, **PATIENCE)
+    ranks.run(1, rank_functions.train, whole, **PATIENCE)
     moved = tuned(tmp_path / "moved", "hunyuan", "ddp", n_steps=6, batch_size=2, **changes)
-    ranks.run(2, rank_jobs.train_until, moved, 3, 0, **PATIENCE)
-    ranks.run(3, rank_jobs.train, moved, **PATIENCE)
-    assert run_folders.losses(tmp_path / "moved") == pytest.approx(run_folders.losses(tmp_path / "whole"), rel=1e-4)
+    ranks.run(2, rank_functions.train_until, moved, 3, 0, **PATIENCE)
+    ranks.run(3, rank_functions.train, moved, **PATIENCE)
+    assert run_readers.losses(tmp_path / "moved") == pytest.approx(run_readers.losses(tmp_path / "whole"), rel=1e-4)
     larger = tuned(tmp_path / "moved", "hunyuan", "ddp", n_steps=8, batch_size=6, accept_changes=True, **changes)
-    ranks.run(1, rank_jobs.train, larger, **PATIENCE)
-    assert sorted(run_folders.losses(tmp_path / "moved")) == list(range(1, 9))
+    ranks.run(1, rank_functions.train, larger, **PATIENCE)
+    assert sorted(run_readers.losses(tmp_path / "moved")) == list(range(1, 9))
 
 
 def test_a_change_that_nothing_was_saved_with_is_not_recorded(ranks: RankPool, tmp_path: Path) -> None:
     begun = tuned(tmp_path, "hunyuan", "single", n_steps=1)
-    ranks.run(1, rank_jobs.train, begun, **PATIENCE)
+    ranks.run(1, rank_functions.train, begun, **PATIENCE)
     record = (tmp_path / "config.json").read_bytes()
     adapters = tuned(tmp_path, "hunyuan", "single", n_steps=2, lora_rank=2, accept_changes=True)
     with pytest.raises(RanksFailed, match="does not match the model of these settings"):
-        ranks.run(1, rank_jobs.train, adapters, **PATIENCE)
+        ranks.run(1, rank_functions.train, adapters, **PATIENCE)
     assert (tmp_path / "config.json").read_bytes() == record
-    ranks.run(1, rank_jobs.train, tuned(tmp_path, "hunyuan", "single", n_steps=2), **PATIENCE)
+    ranks.run(1, rank_functions.train, tuned(tmp_path, "hunyuan", "single", n_steps=2), **PATIENCE)

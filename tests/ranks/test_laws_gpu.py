@@ -1,4 +1,4 @@
-"""The laws of training on a CUDA device: samples and evaluations leave no trace in bits or memory, and what does not fit is said."""
+"""Laws of training on a CUDA device: samples and evaluations leave bits and memory alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halation.distributed.world import init_process_groups
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders, tiny_extractors, tiny_pipelines
+from support import rank_functions, run_readers, tiny_models
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = [
@@ -69,7 +69,7 @@ def run(ranks: RankPool, config: TrainConfig, limit: int = 0) -> list[tuple[int,
 def small(folder: Path, **changes: Any) -> TrainConfig:
     """Bits that repeat, in bf16, and steps large enough that weights show."""
     settings = {"n_steps": NUM_STEPS, "lr": 2e-2, "ema_decay": 0.5, "dtype": "bf16", "deterministic": True}
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
 def quiet(folder: Path, **changes: Any) -> TrainConfig:
@@ -80,7 +80,7 @@ def model(name: str) -> dict[str, Any]:
     """A DiT of pixels, or a tiny HunyuanDiT."""
     if name == "dit":
         return {}
-    path = str(tiny_pipelines.built("hunyuan"))
+    path = str(tiny_models.built("hunyuan"))
     return {
         "model_path": path,
         "model": TrainConfig().model,
@@ -98,13 +98,15 @@ def test_training_that_samples_at_every_step_has_the_bits_of_one_that_never_samp
     run(ranks, quiet(tmp_path / "never", ckpt_every=0, **model(name)))
     drawn = json.loads((tmp_path / f"drawing/samples/step_{NUM_STEPS:07d}/samples.json").read_text())["samples"]
     assert [row["state"] for row in drawn] == ["done", "done"]
-    assert len(set(run_folders.losses(tmp_path / "never").values())) == NUM_STEPS
-    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
-    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
+    assert len(set(run_readers.losses(tmp_path / "never").values())) == NUM_STEPS
+    assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
+    assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "never", NUM_STEPS
+    )
 
 
 def test_an_evaluation_gives_its_memory_back_and_leaves_the_bits_alone(ranks: RankPool, tmp_path: Path) -> None:
-    weights = tiny_extractors.inception_safetensors(tmp_path / "inception.safetensors")
+    weights = tiny_models.inception_safetensors(tmp_path / "inception.safetensors")
     evaluated = quiet(
         tmp_path / "looking", n_steps=2, eval_every=1, eval_images=16, eval_reference=16, eval_batch_size=8,
         eval_extractor="inception", eval_weights=str(weights), eval_metrics=("kid",),
@@ -116,11 +118,11 @@ def test_an_evaluation_gives_its_memory_back_and_leaves_the_bits_alone(ranks: Ra
         # The first of all may leave a workspace to cuBLAS, half the network's size; after it nothing may stay.
         assert after - before <= (2**20 if number else 48 * 2**20), f"{(after - before) / 2**20:.1f} MiB stayed"
     run(ranks, quiet(tmp_path / "never", n_steps=2))
-    assert run_folders.saved(tmp_path / "looking", 2) == run_folders.saved(tmp_path / "never", 2)
+    assert run_readers.checkpoint_bytes(tmp_path / "looking", 2) == run_readers.checkpoint_bytes(tmp_path / "never", 2)
 
 
 def height(folder: Path) -> float:
-    return max(float(row["memory_gb"]) for row in run_folders.metrics(folder) if "memory_gb" in row)
+    return max(float(row["memory_gb"]) for row in run_readers.metric_rows(folder) if "memory_gb" in row)
 
 
 @pytest.mark.parametrize("name", ["dit", "hunyuan"])
@@ -129,13 +131,13 @@ def test_activation_checkpointing_takes_less_memory_and_gives_the_same_losses(
 ) -> None:
     changes = {"batch_size": 64, "image_size": (64, 64), "patch_size": 4, "n_steps": 2, "lr": 1e-3}
     if name == "hunyuan":
-        folder = tiny_pipelines.hunyuan(tmp_path / "model", hidden=128, num_layers=8)
+        folder = tiny_models.hunyuan(tmp_path / "model", hidden=128, num_layers=8)
         changes |= model(name) | {"model_path": str(folder), "image_size": (128, 128), "max_images": 64}
     run(ranks, quiet(tmp_path / "keeping", **changes))
     run(ranks, quiet(tmp_path / "recomputing", gradient_checkpointing=True, **changes))
     assert height(tmp_path / "recomputing") < 0.7 * height(tmp_path / "keeping")
-    kept = run_folders.losses(tmp_path / "keeping")
-    assert run_folders.losses(tmp_path / "recomputing") == pytest.approx(kept, rel=1e-3)
+    kept = run_readers.losses(tmp_path / "keeping")
+    assert run_readers.losses(tmp_path / "recomputing") == pytest.approx(kept, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["dit", "hunyuan"])

@@ -1,4 +1,4 @@
-"""Training in the latents of an autoencoder: cached by all ranks, the same for any number of them, and an export that travels."""
+"""Training in latents: cached once, the same for any ranks, with a portable export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
-from support.rank_jobs import run_job, small_config, train
+from support.rank_functions import run_job, small_config, train
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -65,9 +65,10 @@ def draw(ranks: RankPool, size: int, checkpoint: Path, folder: Path) -> bytes:
     return (folder / "sample_00.png").read_bytes()
 
 
-def test_latents_are_cached_once_by_all_ranks_and_an_export_draws_the_same_without_the_first_autoencoder(
+def test_latents_are_cached_once_and_an_export_needs_no_other_autoencoder(
     ranks: RankPool, images: Path, tmp_path: Path
 ) -> None:
+    """All ranks cache latents once; an export draws the same without the first autoencoder."""
     vae = save_vae(tmp_path / "vae", seed=1)
     config = latent_config(tmp_path / "run", images, vae)
     ranks.run(2, train, config)

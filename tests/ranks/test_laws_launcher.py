@@ -1,4 +1,4 @@
-"""The laws of failing and stopping through the real command: ranks that the launcher starts, watches and starts again."""
+"""Laws of failing and stopping with ranks that the launcher starts and restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from halation.config import as_json
 from halation.training.config import TrainConfig
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults, pytest.mark.slow]
@@ -38,12 +38,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_starting_again(
+def test_a_failure_inside_a_sharded_forward_names_its_rank_and_a_restart_helps(
     ranks: RankPool, tmp_path: Path, culprit: int
 ) -> None:
+    """A failure inside a sharded forward names its rank, and a restart completes the run."""
     fired = tmp_path / "fired"
     settings = {"engine": "fsdp", "lr": 1e-2, "ckpt_every": 1, "n_steps": 2}
-    config = rank_jobs.small_config(tmp_path / "run", **settings, max_restarts=1, nproc=2)
+    config = rank_functions.small_config(tmp_path / "run", **settings, max_restarts=1, nproc=2)
     fault = {"HALATION_FAULT": f"sample.forward:1:raise:{culprit}:once", "HALATION_FAULT_LOG": str(fired)}
     result = subprocess.run(
         command(config), env=environment(**fault), capture_output=True, text=True, timeout=120, check=False
@@ -54,9 +55,9 @@ def test_a_failure_inside_a_sharded_forward_names_its_rank_and_is_mended_by_star
     assert "fault injected at sample.forward" in result.stderr
     assert "restarting from the last checkpoint (1 of 1)" in result.stderr
     for step in (1, 2):
-        assert [row["state"] for row in run_folders.samples(tmp_path / "run", step)] == ["done", "done"]
-    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path / "never", **settings))
-    assert run_folders.saved(tmp_path / "run", 2) == run_folders.saved(tmp_path / "never", 2)
+        assert [row["state"] for row in run_readers.sample_rows(tmp_path / "run", step)] == ["done", "done"]
+    ranks.run(2, rank_functions.train, rank_functions.small_config(tmp_path / "never", **settings))
+    assert run_readers.checkpoint_bytes(tmp_path / "run", 2) == run_readers.checkpoint_bytes(tmp_path / "never", 2)
 
 
 def rank_of(process: psutil.Process) -> str:
@@ -66,11 +67,10 @@ def rank_of(process: psutil.Process) -> str:
         return ""
 
 
-def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_to_the_same_bits(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_sigterm_to_one_rank_stops_all_and_resumes_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    """SIGTERM to one rank stops all at one step; the same command resumes to the same bits."""
     settings: dict[str, Any] = {"engine": "ddp", "lr": 1e-2, "n_steps": 8, "sample": False, "validation_images": 0}
-    config = rank_jobs.small_config(tmp_path / "run", **settings, nproc=2)
+    config = rank_functions.small_config(tmp_path / "run", **settings, nproc=2)
     fired = tmp_path / "fired"
     pause = {"HALATION_FAULT": "train.step:3:sleep=2:0", "HALATION_FAULT_LOG": str(fired)}
     with open(tmp_path / "said", "wb") as said:
@@ -87,15 +87,16 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_same_command_goes_on_
     assert len(stopped) == 1
     assert 3 < stopped[0] < 8
     subprocess.run(command(config), env=environment(), timeout=120, check=True)
-    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path / "never", **settings))
-    assert run_folders.saved(tmp_path / "run", 8) == run_folders.saved(tmp_path / "never", 8)
-    assert run_folders.losses(tmp_path / "run") == run_folders.losses(tmp_path / "never")
+    ranks.run(2, rank_functions.train, rank_functions.small_config(tmp_path / "never", **settings))
+    assert run_readers.checkpoint_bytes(tmp_path / "run", 8) == run_readers.checkpoint_bytes(tmp_path / "never", 8)
+    assert run_readers.losses(tmp_path / "run") == run_readers.losses(tmp_path / "never")
 
 
-def test_a_rank_that_hangs_while_sampling_is_what_the_launcher_tells_and_not_the_noise_it_makes_waking_up(
+def test_the_launcher_reports_the_rank_that_hung_and_not_its_later_errors(
     tmp_path: Path,
 ) -> None:
-    config = rank_jobs.small_config(tmp_path / "run", engine="ddp", sample_timeout_s=2.0, max_restarts=0, nproc=2)
+    """The launcher reports the rank that hung while sampling, not its errors on waking up."""
+    config = rank_functions.small_config(tmp_path / "run", engine="ddp", sample_timeout_s=2.0, max_restarts=0, nproc=2)
     fault = {"HALATION_FAULT": "sample.forward:1:sleep=4:1"}
     result = subprocess.run(
         command(config), env=environment(**fault), capture_output=True, text=True, timeout=120, check=False

@@ -1,4 +1,4 @@
-"""That training learns: a caption reaches the image, and the validation loss falls and is one number on any number of ranks."""
+"""Training learns: captions reach the image, the validation loss falls on any ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halation.training import periodic_tasks
 from halation.training.config import TrainConfig
 from halation.training.loop import denoising_objective
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -41,14 +41,15 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_three_ranks(
+def test_the_held_out_loss_of_a_checkpoint_is_the_same_on_any_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
+    """The held-out loss of a checkpoint is the same number on one, two and three ranks."""
     # Nine images are 72 rows on three batches, the last of them partial: fillers must not count.
     changes = {"lr": 1e-2, "validation_images": 9, "sample": False, "batch_size": 6}
-    config = rank_jobs.small_config(tmp_path, engine=engine, **changes)
-    ranks.run(1, rank_jobs.train, config)
-    written = [row for row in run_folders.metrics(tmp_path) if row.get("metric") == "heldout_loss"][-1]
+    config = rank_functions.small_config(tmp_path, engine=engine, **changes)
+    ranks.run(1, rank_functions.train, config)
+    written = [row for row in run_readers.metric_rows(tmp_path) if row.get("metric") == "heldout_loss"][-1]
     for size in (1, 2, 3):
         for found in ranks.run(size, measure, config):
             assert found == {"heldout_loss": written["value"], **written["bins"]}
@@ -56,8 +57,8 @@ def test_the_held_out_loss_of_a_checkpoint_is_the_same_number_on_one_two_and_thr
 
 def test_the_held_out_loss_falls_with_training(ranks: RankPool, tmp_path: Path) -> None:
     changes = {"n_steps": 30, "ckpt_every": 10, "lr": 2e-3, "ema_decay": 0.8, "batch_size": 4, "validation_images": 8}
-    ranks.run(2, rank_jobs.train, rank_jobs.small_config(tmp_path, sample=False, **changes))
-    values = list(run_folders.validation(tmp_path).values())
+    ranks.run(2, rank_functions.train, rank_functions.small_config(tmp_path, sample=False, **changes))
+    values = list(run_readers.validation_losses(tmp_path).values())
     assert len(values) == 3
     assert values[2] < values[1] < values[0]
     assert values[2] < 0.8 * values[0]
@@ -85,10 +86,10 @@ def two_captions(tmp_path: Path) -> Path:
 def test_a_caption_reaches_the_image(ranks: RankPool, tmp_path: Path, two_captions: Path) -> None:
     changes = {"n_steps": 100, "batch_size": 8, "lr": 2e-3, "ema_decay": 0.95, "warmup_steps": 10}
     sampling = {"sample_prompts": tuple(CAPTIONS), "same_seed": True, "sample_steps": 8, "guidance_scale": 2.0}
-    config = rank_jobs.small_config(
+    config = rank_functions.small_config(
         tmp_path / "run", data=str(two_captions), validation_images=0, **changes, **sampling
     )
-    ranks.run(1, rank_jobs.train, config, timeout_s=120)
+    ranks.run(1, rank_functions.train, config, timeout_s=120)
     drawn = [
         np.asarray(Image.open(tmp_path / f"run/samples/step_0000100/sample_{index:02d}.png")).astype(float)
         for index in range(2)

@@ -1,4 +1,4 @@
-"""Out of memory while sampling: the batch is drawn in halves and marked, training does not notice."""
+"""Out of memory while sampling: the batch is halved and marked; training is unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support.rank_jobs import PROMPTS, small_config
+from support.rank_functions import PROMPTS, small_config
 from support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.faults]

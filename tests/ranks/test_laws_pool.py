@@ -1,4 +1,4 @@
-"""The pool that the other laws stand on: results in order, errors with their rank, and no hung process left to the next test."""
+"""The rank pool of these tests: ordered results, errors with their rank, no hung process."""
 
 from __future__ import annotations
 

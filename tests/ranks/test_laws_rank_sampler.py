@@ -1,4 +1,4 @@
-"""A sampler in somebody else's loop: training does not notice it, images do not depend on ranks, and nobody waits for a failure."""
+"""RankSampler in a user's loop: invisible to training, equal on any ranks, no hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from halation import RankSampler
-from support import own_trainer_jobs as jobs
+from support import training_loops
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ranks
 def test_a_loop_that_samples_at_every_step_is_the_loop_that_never_does(
     ranks: RankPool, tmp_path: Path, size: int, autocast: bool
 ) -> None:
-    often = ranks.run(size, jobs.losses, str(tmp_path / "often"), 1, "ddp", autocast)
-    never = ranks.run(size, jobs.losses, str(tmp_path / "never"), 0, "ddp", autocast)
+    often = ranks.run(size, training_loops.user_loop_losses, str(tmp_path / "often"), 1, "ddp", autocast)
+    never = ranks.run(size, training_loops.user_loop_losses, str(tmp_path / "never"), 0, "ddp", autocast)
     assert often == never
     assert len(set(often[0][0])) == 4
     assert not (tmp_path / "never").exists()
@@ -36,23 +36,23 @@ def test_each_prompt_is_drawn_once_and_its_bytes_do_not_depend_on_the_ranks(
 ) -> None:
     folders = []
     for size in (1, 2, 3):
-        told = ranks.run(size, drawn, str(tmp_path / str(size)), jobs.PROMPTS[:num], sloppy)
+        told = ranks.run(size, drawn, str(tmp_path / str(size)), training_loops.PROMPTS[:num], sloppy)
         assert all(mine == told[0] for mine in told)
         assert [(row[0], row[2], row[3], row[6]) for row in told[0]] == [
             (k, 7 + k, "done", k % size) for k in range(num)
         ]
-        folders.append(jobs.files(tmp_path / str(size) / "samples" / "step_0000003"))
+        folders.append(training_loops.files(tmp_path / str(size) / "samples" / "step_0000003"))
     assert folders[0] == folders[1] == folders[2]
     assert len(folders[0]) == (2 * num + 1 if num else 0)
     assert len(set(folders[0].values())) == len(folders[0])
 
 
 def drawn(world: Any, out: str, prompts: tuple[str, ...], sloppy: bool) -> list[tuple[Any, ...]]:
-    return jobs.drawn(world, out, prompts, sloppy=sloppy)
+    return training_loops.drawn(world, out, prompts, sloppy=sloppy)
 
 
 def drawn_spoilt(world: Any, out: str) -> list[tuple[Any, ...]]:
-    return jobs.drawn(world, out, jobs.PROMPTS, spoilt="a blue car")
+    return training_loops.drawn(world, out, training_loops.PROMPTS, spoilt="a blue car")
 
 
 def test_a_draw_that_raises_costs_its_image_alone_and_every_rank_knows(ranks: RankPool, tmp_path: Path) -> None:
@@ -64,49 +64,49 @@ def test_a_draw_that_raises_costs_its_image_alone_and_every_rank_knows(ranks: Ra
     said = json.loads((folder / "samples.json").read_text())
     assert [row["state"] for row in said["samples"]] == [row[3] for row in told[0]]
     assert not (folder / "sample_01.png").exists()
-    again = ranks.run(2, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)  # resumed: only what is missing
+    again = ranks.run(2, drawn, str(tmp_path / "run"), training_loops.PROMPTS, False)  # resumed: only what is missing
     assert [row[6] for row in again[0]] == [-1, 0, -1, -1, -1]
     assert {row[3] for row in again[0]} == {"done"}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_are_drawn_with_by_all_ranks_equally_often(ranks: RankPool, tmp_path: Path, size: int) -> None:
-    whole = ranks.run(1, jobs.drawn_sharded, str(tmp_path / "whole"), jobs.PROMPTS)
-    told = ranks.run(size, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS)
+    whole = ranks.run(1, training_loops.drawn_sharded, str(tmp_path / "whole"), training_loops.PROMPTS)
+    told = ranks.run(size, training_loops.drawn_sharded, str(tmp_path / "run"), training_loops.PROMPTS)
     assert [row[:2] for row in told[0][0]] == [(k, "done") for k in range(5)]
     assert [row[2] for row in told[0][0]] == [k % size for k in range(5)]
     step = Path("samples") / "step_0000001"
-    assert jobs.files(tmp_path / "run" / step) == jobs.files(tmp_path / "whole" / step)
-    assert [losses for _, losses in told] == ranks.run(size, jobs.unsampled_losses)
+    assert training_loops.files(tmp_path / "run" / step) == training_loops.files(tmp_path / "whole" / step)
+    assert [losses for _, losses in told] == ranks.run(size, training_loops.unsampled_losses)
     assert whole[0][1][0] != whole[0][1][1]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
 def test_zero_3_is_drawn_with_by_all_ranks_equally_often_and_keeps_its_bits(ranks: RankPool, tmp_path: Path) -> None:
-    told = ranks.run(3, jobs.drawn_zero_3, str(tmp_path / "run"), jobs.PROMPTS)
+    told = ranks.run(3, training_loops.drawn_zero_3, str(tmp_path / "run"), training_loops.PROMPTS)
     assert [row for row, _ in told] == [[(k, "done", k % 3) for k in range(5)]] * 3
     assert [bits for _, bits in told] == [
-        bits for _, bits in ranks.run(3, jobs.drawn_zero_3, str(tmp_path / "none"), ())
+        bits for _, bits in ranks.run(3, training_loops.drawn_zero_3, str(tmp_path / "none"), ())
     ]
-    whole = ranks.run(1, jobs.drawn_zero_3, str(tmp_path / "whole"), jobs.PROMPTS)
+    whole = ranks.run(1, training_loops.drawn_zero_3, str(tmp_path / "whole"), training_loops.PROMPTS)
     step = Path("samples") / "step_0000001"
-    assert jobs.files(tmp_path / "run" / step) == jobs.files(tmp_path / "whole" / step)
+    assert training_loops.files(tmp_path / "run" / step) == training_loops.files(tmp_path / "whole" / step)
     assert whole[0][0] == [(k, "done", 0) for k in range(5)]
 
 
 @pytest.mark.parametrize("spoilt", ["a red car", "night"])
 def test_a_prompt_that_fails_before_a_sharded_forward_is_survived(ranks: RankPool, tmp_path: Path, spoilt: str) -> None:
-    told = ranks.run(3, jobs.drawn_sharded, str(tmp_path / "run"), jobs.PROMPTS, spoilt)
-    states = {prompt: row[1] for prompt, row in zip(jobs.PROMPTS, told[0][0], strict=True)}
-    assert states == {prompt: "failed" if prompt == spoilt else "done" for prompt in jobs.PROMPTS}
+    told = ranks.run(3, training_loops.drawn_sharded, str(tmp_path / "run"), training_loops.PROMPTS, spoilt)
+    states = {prompt: row[1] for prompt, row in zip(training_loops.PROMPTS, told[0][0], strict=True)}
+    assert states == {prompt: "failed" if prompt == spoilt else "done" for prompt in training_loops.PROMPTS}
 
 
 def test_an_error_inside_a_sharded_forward_ends_all_ranks_and_names_the_culprit(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, jobs.failing_inside, str(tmp_path / "run"), timeout_s=60.0)
+        ranks.run(2, training_loops.failing_inside, str(tmp_path / "run"), timeout_s=60.0)
     assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
     assert "rank 1 failed inside a sharded forward" in caught.value.troubles[1].message
     assert "rank 1 failed: ValueError: a layer broke" in caught.value.troubles[0].message
@@ -117,24 +117,24 @@ def test_a_prompt_that_fails_between_two_sharded_forwards_ends_all_ranks_at_once
     ranks: RankPool, tmp_path: Path, nested: bool
 ) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, jobs.failing_between, str(tmp_path / "run"), 2, nested, timeout_s=60.0)
+        ranks.run(2, training_loops.failing_between, str(tmp_path / "run"), 2, nested, timeout_s=60.0)
     assert {trouble.kind for trouble in caught.value.troubles.values()} == {"RankFailure"}
     assert "rank 1 failed after 1 of an image's sharded forwards" in caught.value.troubles[1].message
     assert "rank 1 failed: ValueError: not finite after forward 1" in caught.value.troubles[0].message
 
 
 def test_a_prompt_that_fails_after_the_last_sharded_forward_is_survived(ranks: RankPool, tmp_path: Path) -> None:
-    told = ranks.run(2, jobs.failing_between, str(tmp_path / "run"), 3)
+    told = ranks.run(2, training_loops.failing_between, str(tmp_path / "run"), 3)
     assert told == [[("done", ""), ("failed", "ValueError: not finite after forward 2")]] * 2
 
 
 def test_shards_that_a_validation_left_whole_are_still_shards(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, jobs.drawn_after_validation, str(tmp_path / "run")) == [[(0, "done", 0)]] * 2
+    assert ranks.run(2, training_loops.drawn_after_validation, str(tmp_path / "run")) == [[(0, "done", 0)]] * 2
 
 
 def test_a_rank_that_hangs_in_draw_is_named_with_where_it_stands(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, jobs.hanging, str(tmp_path / "run"))
+        ranks.run(2, training_loops.hanging, str(tmp_path / "run"))
     assert caught.value.troubles[0].kind == "RankFailure"
     said = caught.value.troubles[0].message
     assert "rank 1 has made no progress for 2 s in sampling step 1" in said
@@ -173,7 +173,7 @@ def test_a_rank_that_leaves_for_any_reason_is_named_to_all_others_within_ten_sec
     ranks: RankPool, tmp_path: Path, who: int, how: str, where: str, words: str
 ) -> None:
     with pytest.raises(RanksFailed):
-        ranks.run(3, jobs.leaving, str(tmp_path), who, how, where, timeout_s=90.0)
+        ranks.run(3, training_loops.leaving, str(tmp_path), who, how, where, timeout_s=90.0)
     for rank in {0, 1, 2} - {who}:
         kind, said, after_s = json.loads((tmp_path / f"told_{rank}").read_text())
         assert kind == "RankFailure", said
@@ -184,37 +184,36 @@ def test_a_rank_that_leaves_for_any_reason_is_named_to_all_others_within_ten_sec
 @pytest.mark.faults
 def test_a_rank_in_a_long_draw_logs_at_once_that_another_has_left(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
-        ranks.run(2, jobs.told_in_long_draw, str(tmp_path), timeout_s=90.0)
+        ranks.run(2, training_loops.told_in_long_draw, str(tmp_path), timeout_s=90.0)
     messages, after_s = json.loads((tmp_path / "told").read_text())
     assert messages == ["rank 1 is gone: its process ended or was killed"]
     assert after_s < 10.0
 
 
 def test_the_default_device_of_the_trainer_is_none_of_the_ranks_words(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, jobs.drawn_with_default_device, str(tmp_path)) == [["done"] * 3] * 2
+    assert ranks.run(2, training_loops.drawn_with_default_device, str(tmp_path)) == [["done"] * 3] * 2
 
 
 def test_a_rank_that_is_busy_or_stopped_has_not_left(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(3, jobs.drawn_while_stopped, str(tmp_path)) == [["done"] * 3] * 3
+    assert ranks.run(3, training_loops.drawn_while_stopped, str(tmp_path)) == [["done"] * 3] * 3
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_calls_is_missed_after_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(2, jobs.called_by_first_alone, str(tmp_path / "run"))
+        ranks.run(2, training_loops.called_by_first_alone, str(tmp_path / "run"))
     assert caught.value.troubles[0].kind == "RankFailure"
     assert "not every rank called sampler(step) within 2 s" in caught.value.troubles[0].message
 
 
-def test_a_second_training_in_one_folder_is_refused_on_all_its_ranks_and_changes_nothing(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    model = jobs.network()
-    first = RankSampler(jobs.drawer(model), jobs.PROMPTS, tmp_path / "run", 1, model=model)
+def test_a_second_training_in_one_folder_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """A second training in one folder is refused on all its ranks and changes nothing."""
+    model = training_loops.network()
+    first = RankSampler(training_loops.drawer(model), training_loops.PROMPTS, tmp_path / "run", 1, model=model)
     first(3), first(12)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(3, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)
+        ranks.run(3, drawn, str(tmp_path / "run"), training_loops.PROMPTS, False)
     troubles = caught.value.troubles.values()
     assert {(trouble.kind, trouble.exit_code) for trouble in troubles} == {("InputError", 2)}
     (said,) = {trouble.message for trouble in troubles}
@@ -223,32 +222,32 @@ def test_a_second_training_in_one_folder_is_refused_on_all_its_ranks_and_changes
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     del first
     gc.collect()
-    assert {row[3] for row in ranks.run(3, drawn, str(tmp_path / "run"), jobs.PROMPTS, False)[0]} == {"done"}
+    assert {row[3] for row in ranks.run(3, drawn, str(tmp_path / "run"), training_loops.PROMPTS, False)[0]} == {"done"}
 
 
 def test_what_the_first_rank_alone_meets_costs_no_other_rank_its_time(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": "x"}\n')
-    assert ranks.run(2, jobs.drawn_over_damage, str(tmp_path)) == [["done"] * 10] * 2
+    assert ranks.run(2, training_loops.drawn_over_damage, str(tmp_path)) == [["done"] * 10] * 2
 
 
 def test_a_wrapper_whose_forward_waits_for_others_is_refused_and_nobody_waits(ranks: RankPool, tmp_path: Path) -> None:
-    told = ranks.run(2, jobs.drawn_by_wrapper, str(tmp_path / "run"))
+    told = ranks.run(2, training_loops.drawn_by_wrapper, str(tmp_path / "run"))
     assert all(state == "failed" and "call model.module inside draw" in reason for state, reason in told[0])
     assert len(told[0]) == 5
 
 
 @pytest.mark.slow
 def test_a_slow_draw_does_not_meet_the_patience_of_the_trainers_group(ranks: RankPool, tmp_path: Path) -> None:
-    told = ranks.run(2, jobs.drawn_slowly, str(tmp_path / "run"), world_timeout_s=1.0, timeout_s=30.0)
+    told = ranks.run(2, training_loops.drawn_slowly, str(tmp_path / "run"), world_timeout_s=1.0, timeout_s=30.0)
     assert told == [["done", "done"]] * 2
 
 
 def test_calls_leave_no_keys_in_the_trainers_store_and_make_one_group(ranks: RankPool, tmp_path: Path) -> None:
-    for keys, groups in ranks.run(2, jobs.left_behind, str(tmp_path / "run")):
+    for keys, groups in ranks.run(2, training_loops.left_behind, str(tmp_path / "run")):
         assert len(set(keys)) == 1
         assert len(set(groups)) == 1
 
 
 def test_ranks_that_are_at_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1 samples step 1, but rank 0 samples step 0"):
-        ranks.run(2, jobs.disagreeing, str(tmp_path / "run"))
+        ranks.run(2, training_loops.disagreeing, str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Stop + resume = never stopped: equal bits on equal ranks, the same data and the same curve on other ranks."""
+"""Stop + resume = never stopped: equal bits on equal ranks, the same data on other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halation.training.config import TrainConfig
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -27,7 +27,7 @@ def uninterrupted(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
     def folder(engine: str, size: int) -> Path:
         if (engine, size) not in known:
             known[engine, size] = tmp_path_factory.mktemp(f"whole_{engine}_{size}")
-            ranks.run(size, rank_jobs.train, config(known[engine, size], engine))
+            ranks.run(size, rank_functions.train, config(known[engine, size], engine))
         return known[engine, size]
 
     return folder
@@ -35,15 +35,15 @@ def uninterrupted(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def config(folder: Path, engine: str, **changes: object) -> TrainConfig:
     settings = {"n_steps": NUM_STEPS, "lr": 1e-2, "warmup_steps": 2, "sample_prompts": ("a street",)}
-    return rank_jobs.small_config(folder, engine=engine, **settings | changes)
+    return rank_functions.small_config(folder, engine=engine, **settings | changes)
 
 
 def stop_and_go_on(ranks: RankPool, folder: Path, engine: str, size: int, step: int) -> None:
     """Stop by a SIGTERM to the last rank alone, then give the same command again."""
-    codes = ranks.run(size, rank_jobs.train_until, config(folder, engine), step, size - 1)
+    codes = ranks.run(size, rank_functions.train_until, config(folder, engine), step, size - 1)
     assert codes == [128 + signal.SIGTERM] * size
-    assert sorted(run_folders.losses(folder)) == list(range(1, step + 1))
-    ranks.run(size, rank_jobs.train, config(folder, engine))
+    assert sorted(run_readers.losses(folder)) == list(range(1, step + 1))
+    ranks.run(size, rank_functions.train, config(folder, engine))
 
 
 SLOW = pytest.mark.slow
@@ -52,14 +52,17 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "size"), [pytest.param("single", 1, marks=SLOW), ("ddp", 3), pytest.param("fsdp", 3, marks=SLOW)]
 )
-def test_a_run_stopped_by_a_signal_to_one_rank_ends_in_the_bits_of_a_run_that_never_stopped(
+def test_a_run_stopped_by_a_signal_to_one_rank_resumes_to_the_same_bits(
     ranks: RankPool, tmp_path: Path, uninterrupted: Callable[[str, int], Path], engine: str, size: int
 ) -> None:
+    """A run stopped by a signal to one rank ends in the bits of a run that never stopped."""
     stop_and_go_on(ranks, tmp_path, engine, size, 2)
     whole = uninterrupted(engine, size)
-    assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(whole, NUM_STEPS)
-    assert run_folders.losses(tmp_path) == run_folders.losses(whole)
-    assert run_folders.images(tmp_path / "samples/step_0000004") == run_folders.images(whole / "samples/step_0000004")
+    assert run_readers.checkpoint_bytes(tmp_path, NUM_STEPS) == run_readers.checkpoint_bytes(whole, NUM_STEPS)
+    assert run_readers.losses(tmp_path) == run_readers.losses(whole)
+    assert run_readers.sample_files(tmp_path / "samples/step_0000004") == run_readers.sample_files(
+        whole / "samples/step_0000004"
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +72,9 @@ def test_every_step_is_as_good_as_another_to_stop_at(
     ranks: RankPool, tmp_path: Path, uninterrupted: Callable[[str, int], Path], engine: str, size: int, step: int
 ) -> None:
     stop_and_go_on(ranks, tmp_path, engine, size, step)
-    assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(uninterrupted(engine, size), NUM_STEPS)
+    assert run_readers.checkpoint_bytes(tmp_path, NUM_STEPS) == run_readers.checkpoint_bytes(
+        uninterrupted(engine, size), NUM_STEPS
+    )
 
 
 @pytest.mark.slow
@@ -78,9 +83,11 @@ def test_a_run_stopped_after_every_single_step_ends_in_the_same_bits(
     ranks: RankPool, tmp_path: Path, uninterrupted: Callable[[str, int], Path], engine: str, size: int
 ) -> None:
     for step in range(1, NUM_STEPS):
-        assert ranks.run(size, rank_jobs.train_until, config(tmp_path, engine), step, step % size) == [143] * size
-    ranks.run(size, rank_jobs.train, config(tmp_path, engine))
-    assert run_folders.saved(tmp_path, NUM_STEPS) == run_folders.saved(uninterrupted(engine, size), NUM_STEPS)
+        assert ranks.run(size, rank_functions.train_until, config(tmp_path, engine), step, step % size) == [143] * size
+    ranks.run(size, rank_functions.train, config(tmp_path, engine))
+    assert run_readers.checkpoint_bytes(tmp_path, NUM_STEPS) == run_readers.checkpoint_bytes(
+        uninterrupted(engine, size), NUM_STEPS
+    )
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -90,12 +97,12 @@ def test_on_two_then_one_then_three_then_two_ranks_the_loss_is_that_of_one_rank(
     changes = {"n_steps": 5, "lr": 1e-3, "sample": False, "validation_images": 0}
     moved = config(tmp_path / "moved", engine, **changes)
     for size, stop in ((2, 1), (1, 2), (3, 4)):
-        assert ranks.run(size, rank_jobs.train_until, moved, stop, 0) == [143] * size
-    ranks.run(2, rank_jobs.train, moved)
+        assert ranks.run(size, rank_functions.train_until, moved, stop, 0) == [143] * size
+    ranks.run(2, rank_functions.train, moved)
     alone = config(tmp_path / "alone", "single", **changes | {"batch_size": 4})
-    ranks.run(1, rank_jobs.train, alone)
-    expected = run_folders.losses(tmp_path / "alone")
+    ranks.run(1, rank_functions.train, alone)
+    expected = run_readers.losses(tmp_path / "alone")
     assert sorted(expected) == list(range(1, 6))
-    assert run_folders.losses(tmp_path / "moved") == pytest.approx(expected, rel=1e-4)
+    assert run_readers.losses(tmp_path / "moved") == pytest.approx(expected, rel=1e-4)
     # The losses of single steps lie far apart, so another order of the data could not pass for this one.
     assert max(expected.values()) > 1.01 * min(expected.values())

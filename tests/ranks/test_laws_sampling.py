@@ -1,4 +1,4 @@
-"""Samples from all ranks: invisible to training, the same bytes on any number of ranks, and nobody waits for a rank that failed."""
+"""Samples from all ranks: invisible to training, the same bytes on any ranks, no hang."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from halation.sampling.sample_folder import SampleFolder, publish_index
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
-from support.suspicious import SuspiciousSession
+from support.training_loops import StateCheckingSession
 
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 3
 
 
-class Suspicious(SuspiciousSession):
+class SampledSession(StateCheckingSession):
     def _visible(self) -> dict[str, Any]:
         modules = self.denoiser.module.modules()
         weights = [parameter.detach() for _, parameter in self.engine.named_parameters()]
@@ -50,7 +50,7 @@ def train_suspiciously(world: Any, config: TrainConfig) -> int:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    with job.open_run_on_rank_zero(config, world), Suspicious(world, config) as session:
+    with job.open_run_on_rank_zero(config, world), SampledSession(world, config) as session:
         session.prepare()
         next(iter(session.denoiser.shard_units())).eval()  # one module in its own mode, which must stay its own
         session.run()
@@ -80,7 +80,7 @@ def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], 
         states = []
         with session.ema.swap_during():
             for num, batch_size in cases:
-                changes = {"prompts": rank_jobs.PROMPTS[:num], "batch_size": batch_size}
+                changes = {"prompts": rank_functions.PROMPTS[:num], "batch_size": batch_size}
                 settings = dataclasses.replace(session.sample_settings, **changes)
                 drawing = DenoiserSampler(
                     world, session.denoiser, settings, sharded=True, timeout_s=30.0, stop=lambda: 0
@@ -97,7 +97,7 @@ def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], 
 def sampled(folder: Path, **changes: Any) -> TrainConfig:
     """Steps large enough that weights show in the images."""
     settings = {"n_steps": NUM_STEPS, "lr": 2e-2, "ckpt_every": 1, "ema_decay": 0.5}
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
 SIZES = [
@@ -109,17 +109,20 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("engine", "size"), SIZES)
-def test_training_that_samples_at_every_step_has_the_bits_of_training_that_never_samples(
+def test_sampling_at_every_step_leaves_the_bits_of_training(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
+    """Training that samples at every step has the bits of training that never samples."""
     drawing = sampled(tmp_path / "drawing", engine=engine, sample_raw=True, sample_batch_size=2)
     assert ranks.run(size, train_suspiciously, drawing) == [NUM_STEPS] * size
     never = sampled(tmp_path / "never", engine=engine, sample=False, ckpt_every=0, validation_images=0)
     ranks.run(size, train_suspiciously, never)
     assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
     assert not (tmp_path / "never/samples").exists()
-    assert run_folders.saved(tmp_path / "drawing", NUM_STEPS) == run_folders.saved(tmp_path / "never", NUM_STEPS)
-    assert run_folders.losses(tmp_path / "drawing") == run_folders.losses(tmp_path / "never")
+    assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
+        tmp_path / "never", NUM_STEPS
+    )
+    assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
     for rank in range(size):
         mine, theirs = (
             json.loads((tmp_path / name / f"checkpoints/step_{NUM_STEPS:07d}/rank_state_{rank}.json").read_text())
@@ -136,19 +139,25 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def folder(engine: str) -> Path:
         if engine not in known:
             known[engine] = tmp_path_factory.mktemp(f"trained_{engine}")
-            settings = {"engine": engine, "sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
-            ranks.run(2, rank_jobs.train, sampled(known[engine], **settings))
+            settings = {
+                "engine": engine,
+                "sample_prompts": rank_functions.PROMPTS,
+                "sample_batch_size": 2,
+                "ckpt_every": 0,
+            }
+            ranks.run(2, rank_functions.train, sampled(known[engine], **settings))
         return known[engine]
 
     return folder
 
 
 @pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_three_ranks(
+def test_a_checkpoint_gives_the_published_images_on_any_ranks(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path], engine: str
 ) -> None:
+    """A checkpoint gives the images that training published on one, two and three ranks."""
     folder = trained(engine)
-    published = run_folders.images(folder / f"samples/step_{NUM_STEPS:07d}")
+    published = run_readers.sample_files(folder / f"samples/step_{NUM_STEPS:07d}")
     assert len(published) == 5 + 5 + 1, "images, prompts and the grid"
     assert len({data for name, data in published.items() if name.endswith(".png")}) == 6, "prompts and seeds differ"
     for size in (1, 2, 3):
@@ -156,8 +165,8 @@ def test_a_checkpoint_gives_the_images_that_training_published_on_one_two_and_th
         rendezvous.mkdir()
         output = tmp_path / f"by_hand_{size}"
         config = SampleConfig(checkpoint=folder, output_dir=output, progress="none", dist_timeout_s=30.0)
-        ranks.run(size, rank_jobs.run_job, "sample", config, rendezvous)
-        assert run_folders.images(output) == published
+        ranks.run(size, rank_functions.run_job, "sample", config, rendezvous)
+        assert run_readers.sample_files(output) == published
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -169,9 +178,9 @@ def test_none_one_and_five_prompts_are_the_same_bytes_on_any_number_of_ranks(
         seen = []
         for size in (1, 2, 3):
             output = tmp_path / f"{batch_size}_{size}"
-            states = ranks.run(size, draw, trained(engine), rank_jobs.PROMPTS[:num], batch_size, output)
+            states = ranks.run(size, draw, trained(engine), rank_functions.PROMPTS[:num], batch_size, output)
             assert states == [["done"] * num] * size
-            seen.append(run_folders.images(output))
+            seen.append(run_readers.sample_files(output))
         assert len(seen[0]) == (2 * num + 1 if num else 0)
         assert seen[1] == seen[0]
         assert seen[2] == seen[0]
@@ -183,27 +192,26 @@ def test_sharded_ranks_draw_none_one_and_five_prompts_to_the_bytes_of_one_whole_
 ) -> None:
     cases = [(0, 1), (1, 1), (5, 1), (1, 2), (5, 2)]
     folder = trained("fsdp")
-    settings = {"engine": "fsdp", "sample_prompts": rank_jobs.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
+    settings = {"engine": "fsdp", "sample_prompts": rank_functions.PROMPTS, "sample_batch_size": 2, "ckpt_every": 0}
     states = ranks.run(size, draw_sharded, sampled(folder, **settings), cases, tmp_path / "sharded")
     assert states == [[["done"] * num for num, _ in cases]] * size
     for num, batch_size in cases:
-        ranks.run(1, draw, folder, rank_jobs.PROMPTS[:num], batch_size, tmp_path / "whole" / f"{num}_{batch_size}")
-        whole = run_folders.images(tmp_path / "whole" / f"{num}_{batch_size}")
-        assert run_folders.images(tmp_path / "sharded" / f"{num}_{batch_size}") == whole
+        ranks.run(1, draw, folder, rank_functions.PROMPTS[:num], batch_size, tmp_path / "whole" / f"{num}_{batch_size}")
+        whole = run_readers.sample_files(tmp_path / "whole" / f"{num}_{batch_size}")
+        assert run_readers.sample_files(tmp_path / "sharded" / f"{num}_{batch_size}") == whole
 
 
-def test_an_index_of_samples_that_was_changed_on_disk_is_made_again_and_its_images_stay(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_changed_index_of_samples_is_written_again_and_its_images_stay(ranks: RankPool, tmp_path: Path) -> None:
+    """An index of samples that was changed on disk is written again, and its images stay."""
     config = sampled(tmp_path / "run", ckpt_every=0)
-    ranks.run(1, rank_jobs.train, config)
+    ranks.run(1, rank_functions.train, config)
     folder = tmp_path / f"run/samples/step_{NUM_STEPS:07d}"
     index = folder / "samples.json"
-    written, drawn = index.read_bytes(), run_folders.images(folder)
+    written, drawn = index.read_bytes(), run_readers.sample_files(folder)
     stamps = {path.name: path.stat().st_mtime_ns for path in folder.glob("sample_*.png")}
     index.write_bytes(written.replace(b'"state": "done"', b'"state": "dond"', 1))
-    ranks.run(1, rank_jobs.train, config)
+    ranks.run(1, rank_functions.train, config)
     assert runs.read_json_with_digest(index)["step"] == NUM_STEPS
     assert [row["state"] for row in runs.read_json_with_digest(index)["samples"]] == ["done"] * len(stamps)
-    assert run_folders.images(folder) == drawn
+    assert run_readers.sample_files(folder) == drawn
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("sample_*.png")} == stamps

@@ -1,4 +1,4 @@
-"""Contiguous shares on real ranks: who is done helps the slowest, the images stay the same bytes, and names do not follow who drew."""
+"""Contiguous shares on real ranks: finished ranks help; bytes and names stay the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from halation.sampling.sample_folder import RankNaming, SampleFolder, publish_in
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
 
-PROMPTS = (*rank_jobs.PROMPTS, "a bridge in fog")
+PROMPTS = (*rank_functions.PROMPTS, "a bridge in fog")
 
 
 def draw(world: Any, folder: Path, output: Path, prompts: tuple[str, ...], batch_size: int, stop: int) -> list[Any]:
@@ -59,7 +59,9 @@ def draw_sharded(world: Any, config: TrainConfig, output: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    ranks.run(1, rank_jobs.train, rank_jobs.small_config(folder, n_steps=1, sample=False, validation_images=0))
+    ranks.run(
+        1, rank_functions.train, rank_functions.small_config(folder, n_steps=1, sample=False, validation_images=0)
+    )
     return folder
 
 
@@ -72,14 +74,15 @@ def drawn(ranks: RankPool, trained: Path, tmp_path: Path) -> Callable[..., Any]:
         environment = {"HALATION_FAULT": fault} if fault else {}
         words = ranks.run(size, draw, trained, output, PROMPTS[:num], batch_size, stop, environment=environment)
         assert all(word == words[0] for word in words)
-        return words[0], run_folders.images(output)
+        return words[0], run_readers.sample_files(output)
 
     return run
 
 
-def test_shares_are_contiguous_and_every_image_has_the_bytes_and_the_name_it_has_on_one_rank(
+def test_shares_are_contiguous_and_images_equal_those_of_one_rank(
     drawn: Callable[..., Any],
 ) -> None:
+    """Shares are contiguous, and every image has the bytes and the name it has on one rank."""
     alone, published = drawn(1)
     assert alone == [(0, "done")] * 6
     assert len(published) == 6 + 6 + 1
@@ -92,9 +95,10 @@ def test_shares_are_contiguous_and_every_image_has_the_bytes_and_the_name_it_has
     assert drawn(3, num=0) == ([], {})
 
 
-def test_who_is_done_takes_over_from_the_slowest_all_but_its_first_and_the_image_is_the_same(
+def test_a_finished_rank_takes_over_from_the_slowest_with_the_same_images(
     drawn: Callable[..., Any],
 ) -> None:
+    """A finished rank takes over all but the first image of the slowest; images stay the same."""
     _, published = drawn(1)
     rows, images = drawn(3, fault="sample.forward:1+:sleep=0.4:0")
     assert rows[0][0] == 0
@@ -130,16 +134,17 @@ def test_a_wish_to_stop_on_one_rank_leaves_nothing_to_claim(drawn: Callable[...,
 
 
 @pytest.mark.slow
-def test_sharded_ranks_draw_contiguous_shares_in_as_many_rounds_and_take_nothing_over(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    config = rank_jobs.small_config(tmp_path, engine="fsdp", n_steps=1, sample_prompts=PROMPTS[:4], validation_images=0)
-    ranks.run(3, rank_jobs.train, config)
+def test_sharded_ranks_draw_contiguous_shares_in_equal_rounds(ranks: RankPool, tmp_path: Path) -> None:
+    """Sharded ranks draw contiguous shares in equally many rounds and take nothing over."""
+    config = rank_functions.small_config(
+        tmp_path, engine="fsdp", n_steps=1, sample_prompts=PROMPTS[:4], validation_images=0
+    )
+    ranks.run(3, rank_functions.train, config)
     words = ranks.run(3, draw_sharded, config, tmp_path / "sharded")
     assert words[0] == [(0, "done"), (0, "done"), (1, "done"), (1, "done")]
-    published = run_folders.images(tmp_path / "samples" / "step_0000001")
+    published = run_readers.sample_files(tmp_path / "samples" / "step_0000001")
     published.pop("grid.png")
-    assert run_folders.images(tmp_path / "sharded") == published
+    assert run_readers.sample_files(tmp_path / "sharded") == published
 
 
 # In a training
@@ -148,7 +153,7 @@ def test_sharded_ranks_draw_contiguous_shares_in_as_many_rounds_and_take_nothing
 def by_rank(folder: Path, **changes: Any) -> TrainConfig:
     settings = {"sample_names": "rank", "validation_images": 0, "max_images": 8, "lr": 2e-2, "ema_decay": 0.5}
     settings |= {"sample_prompts": PROMPTS[:3], "n_steps": 5, "ckpt_latest_every": 2}
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
 def told(folder: Path, epoch: int) -> dict[str, Any]:
@@ -157,23 +162,21 @@ def told(folder: Path, epoch: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the_same_on_other_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_samples_of_all_epochs_are_in_one_folder_also_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     """Eight images in batches of four: epochs end at steps 2 and 4; the fifth is in the third."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ranks.run(2, rank_jobs.train, by_rank(whole))
+    ranks.run(2, rank_functions.train, by_rank(whole))
     names = {"rank_0_sample_00", "rank_0_sample_01", "rank_1_sample_00"}
     wanted = {f"epoch_000{epoch}_{name}{kind}" for epoch in (1, 2, 3) for name in names for kind in (".png", ".txt")}
-    published = run_folders.images(whole / "samples")
+    published = run_readers.sample_files(whole / "samples")
     assert set(published) == wanted | {f"epoch_000{epoch}_grid.png" for epoch in (1, 2, 3)}
     assert [told(whole, epoch)["step"] for epoch in (1, 2, 3)] == [2, 4, 5]
     assert told(whole, 3)["ranks"] == 2
-    assert ranks.run(2, rank_jobs.train_until, by_rank(parts), 4, 1) == [143, 143]
+    assert ranks.run(2, rank_functions.train_until, by_rank(parts), 4, 1) == [143, 143]
     stale = (whole / "samples/epoch_0001_rank_0_sample_00.png").read_bytes()
     (parts / "samples/epoch_0002_rank_0_sample_00.png").write_bytes(stale)
-    ranks.run(1, rank_jobs.train, by_rank(parts))
-    resumed = run_folders.images(parts / "samples")
+    ranks.run(1, rank_functions.train, by_rank(parts))
+    resumed = run_readers.sample_files(parts / "samples")
     first = {name: data for name, data in published.items() if "epoch_0001" in name}
     assert {name: data for name, data in resumed.items() if "epoch_0001" in name} == first
     assert [told(parts, epoch)["ranks"] for epoch in (1, 2, 3)] == [2, 1, 1]
@@ -183,17 +186,18 @@ def test_a_run_has_its_samples_of_all_epochs_in_one_folder_and_a_resumed_one_the
 
 
 @pytest.mark.slow
-def test_steps_of_one_epoch_follow_each_other_under_its_names_and_a_kill_in_between_leaves_no_mixture(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_samples_of_an_epoch_replace_each_other_and_a_kill_leaves_no_mixture(ranks: RankPool, tmp_path: Path) -> None:
+    """Steps of one epoch replace each other under its names, and a kill leaves no mixture."""
     config = by_rank(tmp_path / "run", n_steps=2, ckpt_every=1)
-    ranks.run(2, rank_jobs.train, dataclasses.replace(config, n_steps=1))
-    first = run_folders.images(tmp_path / "run/samples")
+    ranks.run(2, rank_functions.train, dataclasses.replace(config, n_steps=1))
+    first = run_readers.sample_files(tmp_path / "run/samples")
     assert told(tmp_path / "run", 1)["step"] == 1
-    ranks.run(2, rank_jobs.train, config)
-    second = run_folders.images(tmp_path / "run/samples")
+    ranks.run(2, rank_functions.train, config)
+    second = run_readers.sample_files(tmp_path / "run/samples")
     assert set(first) == set(second)
     assert told(tmp_path / "run", 1)["step"] == 2
     assert all(first[name] != second[name] for name in first if name.endswith("0.png")), "drawn again, not found there"
-    ranks.run(3, rank_jobs.train, config)
-    assert run_folders.images(tmp_path / "run/samples") == second, "complete, under the names of the ranks that began"
+    ranks.run(3, rank_functions.train, config)
+    assert run_readers.sample_files(tmp_path / "run/samples") == second, (
+        "complete, under the names of the ranks that began"
+    )

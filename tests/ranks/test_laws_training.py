@@ -1,4 +1,4 @@
-"""What ranks owe each other while they train: equal weights, one global batch however it is cut, and one decision about a bad number."""
+"""Laws of ranks in training: equal weights, one global batch, one decision on bad numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halation.models.autoencoder import PixelSpace
 from halation.training import command as job
 from halation.training.config import TrainConfig
 from halation.training.session import TrainingSession
-from support import rank_jobs, run_folders
+from support import rank_functions, run_readers
 from support.rank_pool import RankPool, RanksFailed
 
 pytestmark = pytest.mark.ranks
@@ -93,7 +93,7 @@ def train_scaled(world: Any, config: TrainConfig, scale: float) -> tuple[float, 
 
 def small(folder: Path, **changes: Any) -> TrainConfig:
     settings = {"n_steps": 3, "lr": 1e-3, "sample": False, "validation_images": 0}
-    return rank_jobs.small_config(folder, **settings | changes)
+    return rank_functions.small_config(folder, **settings | changes)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -105,9 +105,10 @@ def test_ranks_hold_equal_weights_after_every_step(ranks: RankPool, tmp_path: Pa
 
 @pytest.mark.faults
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_rank_that_went_astray_is_caught_at_the_next_save_and_named_with_the_tensor(
+def test_a_rank_with_other_weights_is_found_at_the_next_save_and_named(
     ranks: RankPool, tmp_path: Path, size: int
 ) -> None:
+    """A rank whose weights diverged is found at the next save and named with the tensor."""
     with pytest.raises(RanksFailed) as caught:
         ranks.run(size, train_nudged, small(tmp_path, engine="ddp", ckpt_every=1, n_steps=2))
     assert sorted(caught.value.troubles) == list(range(size))
@@ -120,9 +121,9 @@ def test_a_rank_that_went_astray_is_caught_at_the_next_save_and_named_with_the_t
 
 def assert_alike(one: Path, other: Path, step: int) -> None:
     """The same training up to rounding: losses and weights."""
-    assert run_folders.losses(one) == pytest.approx(run_folders.losses(other), rel=1e-4)
+    assert run_readers.losses(one) == pytest.approx(run_readers.losses(other), rel=1e-4)
     for part in ("model", "ema"):
-        mine, theirs = run_folders.tensors(one, step, part), run_folders.tensors(other, step, part)
+        mine, theirs = run_readers.tensors_at(one, step, part), run_readers.tensors_at(other, step, part)
         assert mine.keys() == theirs.keys()
         difference = np.concatenate([(mine[name] - theirs[name]).ravel() for name in mine])
         # Adam turns rounding of a tiny gradient into a visible part of one small step, so all weights are judged together.
@@ -143,14 +144,14 @@ def assert_alike(one: Path, other: Path, step: int) -> None:
 def test_a_global_batch_of_four_is_the_same_step_however_it_is_cut(
     ranks: RankPool, tmp_path: Path, whole_batch: Path, size: int, changes: dict[str, Any]
 ) -> None:
-    ranks.run(size, rank_jobs.train, small(tmp_path, **changes))
+    ranks.run(size, rank_functions.train, small(tmp_path, **changes))
     assert_alike(tmp_path, whole_batch, 3)
 
 
 @pytest.fixture(scope="module")
 def whole_batch(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole_batch")
-    ranks.run(1, rank_jobs.train, small(folder, batch_size=4))
+    ranks.run(1, rank_functions.train, small(folder, batch_size=4))
     return folder
 
 
@@ -180,12 +181,12 @@ def test_a_skipped_step_leaves_all_ranks_with_equal_and_finite_weights(
 ) -> None:
     config = small(tmp_path, engine=engine, ckpt_every=1, n_steps=4, nan_policy="skip")
     assert ranks.run(size, train_poisoned, config, culprit, 2) == [1] * size
-    before, after, last = (run_folders.tensors(tmp_path, step, "model") for step in (1, 2, 4))
+    before, after, last = (run_readers.tensors_at(tmp_path, step, "model") for step in (1, 2, 4))
     assert all(np.array_equal(before[name], after[name]) for name in before), "a skipped step changes nothing"
     assert all(np.isfinite(values).all() for values in last.values())
     assert any(not np.array_equal(after[name], last[name]) for name in last), "training went on"
     for rank in range(size):
-        assert "step 2 was skipped" in run_folders.log_of(tmp_path, rank)
+        assert "step 2 was skipped" in run_readers.rank_log(tmp_path, rank)
 
 
 @pytest.mark.slow
@@ -194,14 +195,14 @@ def test_an_overflow_in_fp16_halves_the_loss_scale_and_skips_the_step(ranks: Ran
     scale, skipped = ranks.run(2, train_scaled, config, 2.0**30)[0]
     assert 1 <= skipped < 12
     assert scale == 2.0 ** (30 - skipped)
-    assert all(np.isfinite(values).all() for values in run_folders.tensors(tmp_path, 12, "model").values())
-    assert len(set(run_folders.losses(tmp_path).values())) == 12
+    assert all(np.isfinite(values).all() for values in run_readers.tensors_at(tmp_path, 12, "model").values())
+    assert len(set(run_readers.losses(tmp_path).values())) == 12
 
 
 def test_bf16_trains_close_to_float32_and_keeps_its_weights_in_float32(ranks: RankPool, tmp_path: Path) -> None:
     for dtype in ("bf16", "fp32"):
-        ranks.run(2, rank_jobs.train, small(tmp_path / dtype, engine="ddp", dtype=dtype))
-    exact, rounded = run_folders.losses(tmp_path / "fp32"), run_folders.losses(tmp_path / "bf16")
+        ranks.run(2, rank_functions.train, small(tmp_path / dtype, engine="ddp", dtype=dtype))
+    exact, rounded = run_readers.losses(tmp_path / "fp32"), run_readers.losses(tmp_path / "bf16")
     assert rounded == pytest.approx(exact, rel=0.02)
     assert rounded != exact
-    run_folders.tensors(tmp_path / "bf16", 3, "model")  # refuses anything but float32
+    run_readers.tensors_at(tmp_path / "bf16", 3, "model")  # refuses anything but float32

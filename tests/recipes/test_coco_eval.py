@@ -1,4 +1,4 @@
-"""The commands of the recipe draw what its page says, with the file names of the page, and the same command again does the rest."""
+"""The commands of the recipe draw the files that its page names; a rerun completes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from support import tiny_pipelines
+from support import tiny_models
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coco_eval"
 SCRIPT = "batch_generate_t2i_multigpu.py"
@@ -37,7 +37,7 @@ def on_cpu(command: list[str]) -> list[str]:
     for word in command[2:]:
         flag = word if word.startswith("--") else flag
         if flag == "--model_path" and word != flag:
-            word = str(tiny_pipelines.built("sd3"))
+            word = str(tiny_models.built("sd3"))
         if flag != "--gpu_ids":
             words.append(word)
     return [*words, "--nproc", "2", "--num_samples", str(len(PROMPTS)), *SMALL]

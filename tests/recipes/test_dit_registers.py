@@ -1,4 +1,4 @@
-"""The commands of the recipe run as its page shows them, from any folder, and say in their exit code how it went."""
+"""The commands of the recipe run as on its page, from any folder, with correct exit codes."""
 
 from __future__ import annotations
 

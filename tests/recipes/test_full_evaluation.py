@@ -1,4 +1,4 @@
-"""The recipe's road from prompts to scores: one call, and again only what is missing; what it lacks it says before the first image."""
+"""The recipe from prompts to scores: one call, resumable, with all checks first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from halation.data.streets import Streets
 from halation.images.png_codec import encode_png
-from support import tiny_extractors, tiny_pipelines
+from support import tiny_models
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "coco_eval"
 SIZE = 32
@@ -41,11 +41,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / "real" / f"{number}.png").write_bytes(encode_png(pixels, {}))
     (folder / "captions.json").write_text(json.dumps({"images": [], "annotations": ANNOTATIONS}))
     return {
-        "MODEL_PATH": str(tiny_pipelines.built("sd3")),
+        "MODEL_PATH": str(tiny_models.built("sd3")),
         "COCO_CAPTIONS": str(folder / "captions.json"),
         "REFERENCE": str(folder / "real"),
-        "INCEPTION_WEIGHTS": str(tiny_extractors.inception_pth(folder / "inception.pth")),
-        "CLIP_MODEL": str(tiny_extractors.clip(folder / "clip")),
+        "INCEPTION_WEIGHTS": str(tiny_models.inception_pth(folder / "inception.pth")),
+        "CLIP_MODEL": str(tiny_models.clip_model(folder / "clip")),
         "ALLOW_FEW": "true",
         "USE_MULTIGPU": "false",
         "NUM_STEPS": "2",

@@ -1,4 +1,4 @@
-"""The commands of the recipe run as its page shows them, on a model they make themselves or are given, and draw what they promise."""
+"""The commands of the recipe run as on its page, with a tiny model or a given one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.errors import InputError
 from halation.images.png_codec import encode_png, read_png
 from halation.training.config import TrainConfig
-from support import tiny_pipelines
+from support import tiny_models
 from support.rank_pool import RankPool
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "hunyuan_waymo"
@@ -176,7 +176,8 @@ def test_a_run_keeps_ten_checkpoints_whatever_its_length(steps: int, kept: int, 
     assert (found["ckpt_every"], found["ckpt_latest_every"]) == (kept, latest)
 
 
-def test_the_eight_prompts_are_drawn_unless_others_are_given_and_own_data_is_taken_whole() -> None:
+def test_the_eight_prompts_are_the_default_and_own_data_is_used_whole() -> None:
+    """The eight prompts are drawn unless others are given, and own data is used whole."""
     assert training.by_flags(TrainConfig())["sample_prompts"] == DRIVING_PROMPTS
     assert training.by_flags(TrainConfig(sample_prompts_file="mine.txt"))["sample_prompts"] == ()
     assert training.by_flags(TrainConfig())["max_images"] == 512
@@ -364,7 +365,7 @@ def sampled(world: Any, model: Path, results: Path, wrapping: str, **asked: Any)
 def test_the_function_draws_on_all_ranks_what_the_pipeline_draws_alone(
     ranks: RankPool, tmp_path: Path, size: int, wrapping: str, num: int
 ) -> None:
-    model = tiny_pipelines.built("hunyuan")
+    model = tiny_models.built("hunyuan")
     prompts = list(DRIVING_PROMPTS[:num])
     words = ranks.run(size, sampled_with_prompts, model, tmp_path, wrapping, prompts)
     assert all(rows == words[0] for rows in words), "every rank returns the same rows"
@@ -399,7 +400,7 @@ def refused(world: Any, model: Path, results: Path) -> str:
 
 
 def test_ranks_that_do_not_know_each_other_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    model = tiny_pipelines.built("hunyuan")
+    model = tiny_models.built("hunyuan")
     words = ranks.run(2, refused, model, tmp_path)
     assert "rank 1 of 3" in words[1]
     assert "0 of 2" in words[0]
@@ -415,6 +416,6 @@ def test_alone_the_function_needs_no_process_group_and_leaves_none(tmp_path: Pat
     class Alone:
         rank, size = 0, 1
 
-    rows = sampled(Alone, tiny_pipelines.built("hunyuan"), tmp_path, "bare", sample_all=True)
+    rows = sampled(Alone, tiny_models.built("hunyuan"), tmp_path, "bare", sample_all=True)
     assert [row["state"] for row in rows] == ["done"] * 8
     assert not torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""The recipe's command trains a network, writes it with its record, and writes the same bytes again."""
+"""The recipe trains a network, writes it with its record, and repeats the same bytes."""
 
 from __future__ import annotations
 

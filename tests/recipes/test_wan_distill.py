@@ -1,4 +1,4 @@
-"""The commands of the recipe run as its page shows them, on a tiny Wan they make themselves, on one process and on four."""
+"""The commands of the recipe run as on its page, with a tiny Wan, on one process and four."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halation.distillation.config import DistillConfig
 from halation.errors import InputError
 from halation.images.png_codec import read_png
 from halation.models.students.config import StudentConfig
-from support import run_folders
+from support import run_readers
 from support.rank_pool import RankPool
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "wan_distill"
@@ -205,7 +205,8 @@ def image_names(samples: Path, epoch: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_same_teacher(tmp_path: Path) -> None:
+def test_both_documented_commands_draw_the_same_teacher_images(tmp_path: Path) -> None:
+    """Both documented commands, on one process and on four, draw the same teacher images."""
     one, four = tmp_path / "one", tmp_path / "four"
     one.mkdir()
     four.mkdir()
@@ -227,7 +228,7 @@ def test_the_documents_two_commands_run_on_one_process_and_on_four_and_draw_the_
     assert [row["rank"] for row in rows] == [0, 1, 2, 3]
     assert [row["teacher"] for row in rows] == [f"teacher/sample_0{k}.png" for k in range(4)]
     assert "Generating samples" in (four / "outputs/wan_t2i/logs/train.log").read_text()
-    teachers = [run_folders.images(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
+    teachers = [run_readers.sample_files(folder / "outputs/wan_t2i/samples/teacher") for folder in (one, four)]
     assert teachers[0] == teachers[1]
 
 
@@ -321,9 +322,10 @@ class Alone:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapping", ["bare", "data_parallel"])
-def test_alone_and_under_data_parallel_it_is_one_process_and_draws_what_the_pipeline_draws(
+def test_alone_and_under_data_parallel_it_draws_what_the_pipeline_draws(
     tiny: Path, tmp_path: Path, wrapping: str
 ) -> None:
+    """Alone and under DataParallel it is one process and draws what the pipeline draws."""
     rows = sampled(Alone, tiny, tmp_path, wrapping, PROMPTS[:2])
     assert [row["file"] for row in rows] == [f"epoch_0003_rank_0_sample_0{k}.png" for k in range(2)]
     for row, wanted in zip(rows, plain(tiny, PROMPTS[:2]), strict=True):

@@ -1,4 +1,4 @@
-"""A run's folder: files are whole or old, one command holds it at a time, and changed settings are refused with a diff."""
+"""A run folder: atomic files, one command at a time, changed settings refused with a diff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of all epochs in one folder: names by shares, what is removed with which step, and the teacher's image beside the student's."""
+"""Samples of all epochs in one folder: names, removal by step, the teacher's image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images on their way to disk: never many in memory, a refused write gets a second chance, and a lost one becomes a failed row."""
+"""Images on the way to disk: bounded memory, one retry, and failed rows for lost images."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def test_a_disk_that_refuses_once_costs_nothing(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", ["publish.open", "publish.write", "publish.fsync", "publish.rename"])
-def test_a_disk_that_stays_full_makes_a_failed_row_that_names_the_directory_and_leaves_nothing_half_written(
+def test_a_disk_that_stays_full_makes_a_failed_row_and_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
+    """A disk that stays full makes a failed row with the folder's name and no partial file."""
     writer, rows = SampleWriter(SampleFolder(folder=tmp_path), "euler"), [row(), row()]
     writer.submit(spec(0), PIXELS, rows[0])
     writer.pending[0][1].result()

@@ -1,4 +1,4 @@
-"""A sampler in somebody else's loop of one rank: what it takes, what it leaves, and what it refuses."""
+"""RankSampler in a user's loop on one rank: arguments, state it leaves, refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_a_step_that_is_complete_is_drawn_again_only_when_asked_or_changed(tmp_p
     assert asked[4:] == ["one", "three"]
 
 
-def test_steps_that_a_process_trained_its_way_to_are_drawn_anew_and_later_ones_forgotten(tmp_path: Path) -> None:
+def test_steps_reached_by_training_are_drawn_anew_and_later_ones_dropped(tmp_path: Path) -> None:
+    """Steps that a process reached by training are drawn anew, and later ones are dropped."""
     asked: list[str] = []
 
     def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
@@ -302,9 +303,9 @@ def test_a_draw_that_changes_how_torch_computes_leaves_the_training_its_bits(
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_a_draw_that_sets_a_precision_by_its_newer_name_leaves_the_older_one_readable(
-    tmp_path: Path, precision: str
-) -> None:
+def test_a_draw_that_sets_a_precision_by_its_new_name_leaves_the_old_readable(tmp_path: Path, precision: str) -> None:
+    """A draw that sets a precision by its newer name leaves the older one readable."""
+
     def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
         BACKENDS.cuda.matmul.fp32_precision = "ieee"
         return IMAGE
@@ -321,7 +322,9 @@ def test_a_draw_that_sets_a_precision_by_its_newer_name_leaves_the_older_one_rea
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_draw_that_changes_the_current_gpu_or_stream_leaves_the_training_on_its_own(tmp_path: Path) -> None:
+def test_a_draw_that_changes_gpu_or_stream_leaves_those_of_training(tmp_path: Path) -> None:
+    """A draw that changes the current GPU or stream leaves those of the training unchanged."""
+
     def draw(prompt: str, generator: torch.Generator) -> np.ndarray:
         torch.cuda.set_device(torch.cuda.device_count() - 1)
         torch.cuda.set_stream(torch.cuda.Stream())

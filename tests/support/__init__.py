@@ -1,1 +1,1 @@
-"""What tests share: pools of ranks, tiny models, readers of run folders, commands as processes."""
+"""Helpers that several tests share."""

@@ -1,4 +1,4 @@
-"""Starts `halation` as a person or a scheduler does, and finds every process that came of it."""
+"""Starts `halation` commands as processes, and finds every process that they started."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from support import checker
+from support import run_readers
 
 HALATION = str(Path(sys.executable).with_name("halation"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HALATION_DEVICE", "HALATION_RENDEZVOUS")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HALATION_DEVICE", "HALATION_RENDEZVOUS")
+PROMPTS = "".join(f"prompt number {number}\n" for number in range(24))
 
 
 def train(folder: Path, nproc: int | None = 2, **settings: object) -> list[str]:
-    """The words after `halation` for a training of a few seconds."""
+    """The arguments of `halation` for a training of a few seconds."""
     flags: dict[str, object] = {
         "data": "streets",
         "model": "tiny",
@@ -48,12 +49,12 @@ def train(folder: Path, nproc: int | None = 2, **settings: object) -> list[str]:
 
 
 class Started:
-    """A command that runs, with everything it started in turn."""
+    """A running command with all processes that it started, found by a mark in their environment."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.mark = f"HALATION_TEST_MARK={uuid.uuid4().hex}"
         self.log = log
-        inherited = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         variables = inherited | dict([self.mark.split("=")]) | dict(environment)
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
@@ -64,7 +65,7 @@ class Started:
         return self.log.read_text(errors="replace")
 
     def alive(self) -> dict[int, str]:
-        """Process ids and command lines of all that carry the mark and still run."""
+        """Process ids and command lines of all running processes with the mark."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -96,7 +97,7 @@ class Started:
         self.process.wait()
 
     def until_gone(self, timeout_s: float) -> float:
-        """Seconds until nothing that carries the mark runs any more."""
+        """Wait until no process with the mark runs; return the seconds."""
         began = time.monotonic()
         while alive := self.alive():
             self.process.poll()
@@ -109,7 +110,10 @@ class Started:
 def started(
     words: Sequence[str], log: Path, fault: str = "", environment: Mapping[str, str] | None = None
 ) -> Iterator[Started]:
-    """Run a command while entered; nothing of it is alive afterwards. Faults are logged in `fired` beside the log."""
+    """Run a command inside the context and kill what is left of it at the end.
+
+    Injected faults are logged in `fired` beside the log.
+    """
     variables = dict(environment or {})
     if fault:
         variables |= {"HALATION_FAULT": fault, "HALATION_FAULT_LOG": str(log.with_name("fired"))}
@@ -131,7 +135,7 @@ def finish(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 120,
 ) -> int:
-    """Run a command to its end; its exit code."""
+    """Run a command to its end and return its exit code."""
     with started(words, log, fault, environment) as command:
         return command.process.wait(timeout_s)
 
@@ -146,7 +150,7 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0, command: Sta
 
 
 def last_step(folder: Path) -> int:
-    """The last step that metrics.jsonl tells of; 0 before the first."""
+    """The last step in metrics.jsonl; 0 before the first."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -159,7 +163,7 @@ def last_step(folder: Path) -> int:
 
 
 def last_line(folder: Path) -> str:
-    """The last step and its time: a restarted run's first line differs from the line it was killed after."""
+    """The text of metrics.jsonl, which a restarted run changes with its first line."""
     try:
         return (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
@@ -172,8 +176,8 @@ def fired(log: Path) -> list[str]:
 
 
 @functools.cache
-def unbroken() -> dict[str, str]:
-    """The bits of the last checkpoint of a run on two ranks that nobody disturbed; made once for all tests of a session."""
+def undisturbed_training() -> dict[str, str]:
+    """Digests of the last checkpoint of an undisturbed run on two ranks, made once a session."""
     with tempfile.TemporaryDirectory(prefix="halation_unbroken_") as name:
         folder = Path(name)
         assert finish(halation(train(folder / "run")), folder / "log") == 0, (folder / "log").read_text()
@@ -181,8 +185,73 @@ def unbroken() -> dict[str, str]:
 
 
 def last_bits(run: Path) -> dict[str, str]:
-    """The bits a run of six steps ended with, once nothing else is wrong with its folder."""
-    assert max(checker.checkpoints(run / "checkpoints")) == 6
-    assert checker.problem(run / "checkpoints" / "step_0000006") is None
-    assert checker.leftovers(run) == []
-    return checker.bits(run / "checkpoints" / "step_0000006")
+    """Digests of the last checkpoint of a run of six steps whose folder is otherwise in order."""
+    assert max(run_readers.checkpoints(run / "checkpoints")) == 6
+    assert run_readers.checkpoint_problem(run / "checkpoints" / "step_0000006") is None
+    assert run_readers.leftovers(run) == []
+    return run_readers.checkpoint_digests(run / "checkpoints" / "step_0000006")
+
+
+# `halation generate` with the test card
+
+
+def generate(folder: Path, prompts: Path | str = PROMPTS, **settings: object) -> list[str]:
+    """The command that generates into `folder`/out; prompts given as text are written to a file first."""
+    if isinstance(prompts, str):
+        path = folder / "prompts.txt"
+        if not path.exists() or path.read_text() != prompts:
+            path.write_text(prompts)
+        prompts = path
+    flags: dict[str, object] = {
+        "prompts": prompts,
+        "model_path": "testcard",
+        "output_dir": folder / "out",
+        "height": 16,
+        "width": 24,
+        "num_inference_steps": 2,
+        "batch_size": 4,
+        "nproc": 2,
+        "progress": "plain",
+    } | settings
+    words = [word for name, value in flags.items() if value is not True for word in (f"--{name}", str(value))]
+    return halation(["generate", *words, *(f"--{name}" for name, value in flags.items() if value is True)])
+
+
+def run_generate(folder: Path, fault: str = "", timeout_s: float = 60, **settings: object) -> int:
+    """Run `generate` once to its end, with its output in `folder`/log; return the exit code."""
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    return finish(generate(folder, **settings), log, fault, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def generate_log(folder: Path) -> str:
+    return (folder / "log").read_text(errors="replace")
+
+
+@functools.cache
+def undisturbed_generation(prompts: str = PROMPTS, batch_size: int = 4) -> tuple[dict[str, str], bytes]:
+    """Images and metadata of an undisturbed call with one worker, made once a session."""
+    with tempfile.TemporaryDirectory(prefix="halation_unbroken_") as name:
+        folder = Path(name)
+        assert run_generate(folder, prompts=prompts, nproc=1, batch_size=batch_size) == 0, generate_log(folder)
+        assert run_readers.generation_problems(folder / "out", prompts.count("\n")) == []
+        return run_readers.images_and_metadata(folder / "out")
+
+
+def assert_generated(folder: Path, prompts: str = PROMPTS, batch_size: int = 4) -> None:
+    """The folder has exactly the files of an undisturbed call."""
+    problems = run_readers.generation_problems(folder / "out", prompts.count("\n"))
+    assert not problems, "\n".join(problems)
+    assert run_readers.images_and_metadata(folder / "out") == undisturbed_generation(prompts, batch_size), (
+        "other bytes than without a disturbance"
+    )
+
+
+def assert_resumed(folder: Path, prompts: str = PROMPTS, **settings: object) -> None:
+    assert run_generate(folder, prompts=prompts, **settings) == 0, generate_log(folder)
+    assert_generated(folder, prompts)
+
+
+def worker_pids(command: Started) -> list[int]:
+    """Process ids of the workers in the order of their numbers."""
+    return [pid for _, pid in sorted(command.rank_pids().items())]

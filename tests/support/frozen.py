@@ -1,4 +1,4 @@
-"""Freezes what the commands of Halation leave behind: digests of every result file, by case and platform.
+"""Digests of every result file of the commands, by case and platform.
 
 Modules may move and be renamed; flags, exit codes, file formats and result bytes may not change. A case runs commands of a
 source tree in an empty folder. `digests` reduces the folder to one SHA-256 a file, without times, rates, versions and paths.

@@ -1,4 +1,4 @@
-"""Feeds damaged and invented files to every reader of files from users, and keeps what breaks one.
+"""Feeds damaged and invented files to every reader of user files, and keeps findings.
 
 `python tests/support/input_fuzzer.py --minutes 60 --seed 7` runs it for long. A reader may accept a file or refuse it by one of
 its documented errors; anything else, 30 s, or 2 GiB more memory is a finding, which is written to `tests/faults/corpus` under
@@ -164,9 +164,9 @@ def _ledger_bytes() -> bytes:
 
 @functools.cache
 def _model_folder() -> Path:
-    from support import tiny_teachers
+    from support import rank_functions
 
-    return tiny_teachers.dit()
+    return rank_functions.tiny_teacher()
 
 
 def _model_file(name: str) -> list[bytes]:

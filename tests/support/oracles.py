@@ -1,4 +1,4 @@
-"""The tools that evaluation is compared with; their tests are skipped only where nobody ran `make test`, which installs them."""
+"""Other tools that evaluation is compared with; without them these tests are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of ranks for tests: processes that import torch once and then serve one small world after another.
+"""A pool of ranks: processes that import torch once and serve one world after another.
 
 Processes are forked from a server that has imported everything and computed nothing, so a rank that hung or died is replaced in a
 moment. Each call gets a fresh FileStore: no port, and nothing left over from the call before.
@@ -34,7 +34,8 @@ from halation.runs.run_folder import scratch_folder
 GRACE_S = 10.0
 """How long the others may take to notice, once one rank failed, before they count as hanging too."""
 DUMP = signal.SIGUSR2
-PRELOAD = ("torch", "torch.distributed.fsdp", "halation.distributed.world", "support.rank_pool")
+PRELOAD = ("torch", "torch.distributed.fsdp", "halation.distributed.world", "support.rank_pool", "pytest")
+"""pytest because ranks import the test modules whose functions they run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""A Ray cluster of several nodes on one machine, in a process of its own: `add` and `remove` on standard input, its end at the input's end."""
+"""A Ray cluster of several nodes on one machine, in a separate process.
+
+The process takes `add` and `remove` on standard input and ends with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halation ctl`: what it refuses, what it waits for, and that it takes back what nobody took."""
+"""`halation ctl`: refusals, waiting, and withdrawal of requests that were not taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo prints commands that can be typed, survives a kill, and finds every byte that differs."""
+"""The demo prints commands that can be typed, survives a kill, and finds changed bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from halation.tools.demo import Demo, num_images_done, run_command
 NAME = "a run's folder"
 
 
-def test_printed_commands_are_what_a_shell_makes_of_them_and_what_the_command_line_takes(tmp_path: Path) -> None:
+def test_printed_commands_survive_a_shell_and_parse(tmp_path: Path) -> None:
+    """Printed commands are unchanged by a shell and accepted by the command line."""
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=90, nproc=3, progress="none")
     it = Demo(config=config)
     for words, expected in (
@@ -224,7 +225,8 @@ def test_control_c_while_the_training_starts_leaves_nothing_running(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
-def test_signals_at_every_step_leave_nothing_running_and_the_same_command_goes_on_to_a_good_end(tmp_path: Path) -> None:
+def test_signals_at_every_step_leave_nothing_running_and_the_demo_resumes(tmp_path: Path) -> None:
+    """Signals at every step leave nothing running, and the same command completes the demo."""
     folder = tmp_path / NAME
     for word, number, expected in (
         ("step 1/8", signal.SIGINT, 130),
@@ -243,9 +245,13 @@ def test_signals_at_every_step_leave_nothing_running_and_the_same_command_goes_o
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
-def test_the_demo_trains_draws_through_a_kill_scores_and_writes_a_page_and_again_is_quick_and_notices_a_changed_image(
+def test_the_demo_runs_through_a_kill_and_a_second_call_is_quick(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The demo trains, draws through a kill, scores and writes a page.
+
+    A second call is quick and notices a changed image.
+    """
     config = DemoConfig(output_dir=tmp_path / NAME, n_steps=8, nproc=1, progress="none")
     places = Demo(config=config)
     words = ["demo", "--output_dir", str(config.output_dir), "--n_steps", "8", "--nproc", "1", "--progress", "none"]

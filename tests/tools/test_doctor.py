@@ -1,4 +1,4 @@
-"""The doctor tells what is there and what is missing, keeps secrets, and names the rank that cannot talk."""
+"""The doctor lists what is there and missing, hides secrets, and names a failing rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which images a rank takes at each step, together always the same ones, however many ranks there are; and the rows they become."""
+"""The images and rows of each rank and step, the same in total for any number of ranks."""
 
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def test_a_lesson_arrives_with_its_item_s_caption_its_time_and_its_answer(
     assert chosen == {0, 1, 2, 3}
 
 
-def test_rows_that_fill_a_batch_up_weigh_nothing_and_micro_batches_are_the_whole_batch(
+def test_padding_rows_weigh_nothing_and_micro_batches_make_the_whole_batch(
     tmp_path: Path, denoiser: DiTDenoiser
 ) -> None:
+    """Padding rows weigh nothing, and micro-batches together are the whole batch."""
     source = prompts(tmp_path)
     common: dict[str, Any] = {
         "seed": 1,

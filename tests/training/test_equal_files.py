@@ -1,4 +1,4 @@
-"""Two equal trainings leave the same bytes, whatever their processes were called and whichever rank was late."""
+"""Two equal trainings leave the same bytes, independent of process ids and delays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves: a pure function of the step, with its end and the end of its first epoch always among the dates."""
+"""When a run saves: a pure function of the step, including the first epoch and the end."""
 
 from __future__ import annotations
 

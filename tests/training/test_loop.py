@@ -1,4 +1,4 @@
-"""The loop's own decisions: learning rate, loss scale, and when to give up on numbers that are not finite."""
+"""The training loop: learning rate, loss scale, and when non-finite numbers end it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def steps(
 
 
 @pytest.mark.ranks
-def test_an_overflow_halves_the_loss_scale_and_skips_where_a_finite_step_does_neither(ranks: RankPool) -> None:
+def test_an_overflow_halves_the_loss_scale_and_skips_the_step(ranks: RankPool) -> None:
+    """An overflow halves the loss scale and skips the step; a finite step does neither."""
     # fp16 ends at 65504: the gradient of the second step is 2 x 2**16 x 4, the others stay below.
     reports, position = ranks.run(1, steps, [0.25, 4.0, 0.25], "fp16", "stop", 2.0**16)[0]
     assert [report.skipped for report in reports] == [False, True, False]

@@ -1,4 +1,4 @@
-"""The estimate of what a batch takes is near what autograd really keeps, and a refusal names a batch that fits."""
+"""The memory estimate is near what autograd keeps, and a refusal names a batch that fits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def cost(checkpointing: bool = False) -> memory_fit_check.ImageCost:
     )
 
 
-def test_a_batch_that_fits_is_not_refused_and_one_that_does_not_gets_a_size_that_does() -> None:
+def test_a_batch_that_does_not_fit_is_refused_with_a_size_that_does() -> None:
+    """A batch that fits is accepted; one that does not is refused with a size that does."""
     each = cost().bytes_on(CPU)
     assert memory_fit_check.batch_error(64, 1, cost(), CPU, 64 * each) is None
     error = memory_fit_check.batch_error(64, 2, cost(), CPU, 50 * each)
@@ -75,7 +76,8 @@ def test_checkpointing_keeps_less_and_ranks_share_a_machine() -> None:
     assert 0 < shared < alone
 
 
-def test_weights_that_cannot_be_trained_on_a_device_are_refused_and_shared_out_they_are_not() -> None:
+def test_weights_too_large_for_a_device_are_refused_unless_sharded() -> None:
+    """Weights that cannot be trained on one device are refused; sharded ones are not."""
     billions = 14_300_000_000
     refusal = memory_fit_check.weights_error(billions, 0, 4, 1, 141e9)
     assert refusal is not None

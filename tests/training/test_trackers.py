@@ -1,4 +1,4 @@
-"""Trackers: scalars and images, one tag a prompt, in TensorBoard and in wandb, which stays offline unless its mode says otherwise."""
+"""Trackers: scalars and images, one tag a prompt, in TensorBoard and offline wandb."""
 
 from __future__ import annotations
 

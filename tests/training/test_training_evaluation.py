@@ -25,12 +25,12 @@ from halation.training import evaluation
 from halation.training.config import TrainConfig
 from halation.training.evaluation import evaluation_settings, open_evaluation_data
 from halation.training.periodic_tasks import CheckpointSchedule, remove_reports_after
-from support import rank_jobs
+from support import rank_functions
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
     settings = {"eval_every": 1, "eval_images": 20, "eval_reference": 16, "eval_batch_size": 4}
-    return job.resolve_config(rank_jobs.small_config(folder, **settings | changes))
+    return job.resolve_config(rank_functions.small_config(folder, **settings | changes))
 
 
 def settings_of(folder: Path) -> SampleSettings:
@@ -125,7 +125,7 @@ def test_a_folder_is_compared_with_what_it_trains_on_by_captions_or_classes(tmp_
 def test_fid_by_the_streets_network_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="fid with --eval_extractor streets"):
         config(tmp_path, eval_metrics=("fid",))
-    assert job.resolve_config(rank_jobs.small_config(tmp_path, eval_metrics=("fid",))).eval_metrics == ("fid",), (
+    assert job.resolve_config(rank_functions.small_config(tmp_path, eval_metrics=("fid",))).eval_metrics == ("fid",), (
         "never asked"
     )
 

@@ -1,4 +1,4 @@
-"""A checkpoint is taken when it is whole and not before, and a second name keeps it alive after its trainer removed the first."""
+"""A checkpoint is taken only when complete, and a hard link keeps it after its removal."""
 
 from __future__ import annotations
 

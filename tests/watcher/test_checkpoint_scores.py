@@ -1,4 +1,4 @@
-"""Scores of checkpoints become lines, a plot, a sentence and a best one, whatever order they came in."""
+"""Scores of checkpoints become lines, a plot, a summary and a best one, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch scores every checkpoint once, survives whatever happens to it or to them, and keeps the best one alive."""
+"""A watch scores every checkpoint once, survives faults, and keeps the best one."""
 
 from __future__ import annotations
 
@@ -121,9 +121,10 @@ def test_nothing_is_left_of_pins_and_features_of_images(scored: dict[str, Any]) 
     assert not [path for path in folder.rglob(".*") if path.name.endswith((".tmp", ".removing", ".incoming"))]
 
 
-def test_a_second_call_scores_nothing_again_and_may_choose_other_images_and_another_best(
+def test_a_second_call_scores_nothing_again_and_may_change_images_and_best(
     scored: dict[str, Any], tmp_path: Path
 ) -> None:
+    """A second call scores nothing again and may choose other images and another best metric."""
     run = tmp_path / "run"
     shutil.copytree(scored["run"], run)
     folder = run / "watch"
@@ -349,9 +350,9 @@ def test_it_follows_a_training_that_rotates_its_checkpoints(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_pipelines_of_any_trainer_are_scored_as_their_numbers_say(tmp_path: Path) -> None:
-    from support import tiny_pipelines
+    from support import tiny_models
 
-    source = tiny_pipelines.built("stable_diffusion")
+    source = tiny_models.built("stable_diffusion")
     for name in ("checkpoint-1000", "checkpoint-90", "half-5"):
         shutil.copytree(source, tmp_path / "models" / name)
     weights = next((tmp_path / "models/half-5").rglob("*.safetensors"))

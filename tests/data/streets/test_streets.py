@@ -1,4 +1,4 @@
-"""The embedded street scenes: pure functions of their number, in two parts that do not meet, with captions that hold."""
+"""Street scenes are pure functions of their number, in two parts, with true captions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that has its name is whole, survives every kill and is found out when it is damaged."""
+"""A checkpoint with a final name is complete, survives every kill, and damage is detected."""
 
 from __future__ import annotations
 
@@ -11,30 +11,100 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from halation.distributed.checkpoint.reader import CheckpointReader
-from halation.distributed.checkpoint.writer import CommittedCheckpoint, find_damage, find_newest_valid, list_committed
+from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
+from halation.distributed.checkpoint.writer import (
+    CheckpointWriter,
+    CommittedCheckpoint,
+    find_damage,
+    find_newest_valid,
+    list_committed,
+)
 from halation.distributed.world import World
 from halation.training.checkpoint_state import rename_damaged_checkpoint
-from support import checker
-from support import checkpoint_jobs as jobs
+from support import run_readers
 from support.rank_pool import RankPool, RanksFailed
 
 SAVES = [(1, "latest"), (2, "kept"), (3, "latest"), (4, "kept")]
 
 
+SHAPES = {"weight": (5, 3), "bias": (7,), "one_row": (1, 4), "scale": ()}
+
+
+def expected_tensors(step: int, part: str) -> dict[str, Tensor]:
+    """The tensors of a part at a step, whole."""
+    generator = torch.Generator().manual_seed(step * 2 + (part == "ema"))
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def rank_shards(step: int, part: str, rank: int, size: int) -> dict[str, TensorShard]:
+    """This rank's rows by ceiling division, as FSDP2 cuts them: later ranks may hold none; scalars are everywhere."""
+    found = {}
+    for name, tensor in expected_tensors(step, part).items():
+        if tensor.ndim == 0:
+            found[name] = TensorShard(local=tensor, start=0, shape=())
+            continue
+        rows = -(-tensor.shape[0] // size)
+        start = min(rank * rows, tensor.shape[0])
+        found[name] = TensorShard(local=tensor[start : start + rows], start=start, shape=tuple(tensor.shape))
+    return found
+
+
+def checkpoint_parts(step: int, rank: int = 0, size: int = 1) -> dict[str, dict[str, TensorShard]]:
+    return {part: rank_shards(step, part, rank, size) for part in ("model", "ema")}
+
+
+def open_checkpoints(world: World, folder: Path, keep_last: int, sharded: bool) -> CheckpointWriter:
+    return CheckpointWriter(world, folder, keep_last=keep_last, sharded=sharded)
+
+
+def save_one(checkpoints: CheckpointWriter, step: int, kind: str) -> None:
+    world = checkpoints.world
+    whole = checkpoint_parts(step, world.rank, world.size) if checkpoints.sharded else checkpoint_parts(step)
+    checkpoints.save(step, kind, whole, {"position": step}, {"rng": [step, world.rank]})
+
+
+def save_all(
+    world: World, folder: Path, saves: list[tuple[int, str]], keep_last: int = 0, sharded: bool = False
+) -> list[Any]:
+    """Take these saves one after another; the error each of them ended with."""
+    checkpoints = open_checkpoints(world, folder, keep_last, sharded)
+    errors = []
+    for step, kind in saves:
+        save_one(checkpoints, step, kind)
+        checkpoints.wait()
+        errors.append(checkpoints.error)
+        checkpoints.error = None
+    return errors
+
+
+def resume_and_save(world: World, folder: Path, saves: list[tuple[int, str]], keep_last: int) -> int:
+    """As a restarted run does: open, go on from the newest good one, and take the saves that are still to come."""
+    checkpoints = open_checkpoints(world, folder, keep_last, sharded=False)
+    found = find_newest_valid(folder)
+    begun = found.step if found else 0
+    for step, kind in saves:
+        if step > begun:
+            save_one(checkpoints, step, kind)
+    checkpoints.wait()
+    checkpoints.raise_if_failed()
+    return begun
+
+
 def assert_state(folder: Path, step: int) -> None:
     """By the checker and by the Reader alike."""
-    assert checker.problem(folder) is None
+    assert run_readers.checkpoint_problem(folder) is None
     reader = CheckpointReader(folder)
     assert reader.state == {"position": step}
     for part in ("model", "ema"):
-        wanted = jobs.values(step, part)
-        theirs = checker.tensors(folder, part)
+        wanted = expected_tensors(step, part)
+        theirs = run_readers.checkpoint_tensors(folder, part)
         assert sorted(reader.names(part)) == sorted(wanted) == sorted(theirs)
         for name, tensor in reader.read_part(part):
             assert torch.equal(tensor, wanted[name])
@@ -54,7 +124,7 @@ def read_as(world: World, folder: Path, step: int) -> bool:
     """Whether this rank gets exactly its rows, whatever number of ranks wrote them."""
     reader = CheckpointReader(folder)
     for part in ("model", "ema"):
-        for name, piece in jobs.pieces(step, part, world.rank, world.size).items():
+        for name, piece in rank_shards(step, part, world.rank, world.size).items():
             rows = piece.local.shape[0] if piece.local.ndim else None
             found = reader.read(part, name, piece.start, rows)
             if found.shape != piece.local.shape or not torch.equal(found, piece.local):
@@ -67,7 +137,7 @@ def read_as(world: World, folder: Path, step: int) -> bool:
 def test_what_one_number_of_ranks_wrote_another_reads(
     ranks: RankPool, tmp_path: Path, writers: int, sharded: bool
 ) -> None:
-    assert ranks.run(writers, jobs.save, tmp_path, [(7, "kept")], 0, sharded) == [[None]] * writers
+    assert ranks.run(writers, save_all, tmp_path, [(7, "kept")], 0, sharded) == [[None]] * writers
     folder = tmp_path / "step_0000007"
     assert_state(folder, 7)
     assert len(list(folder.glob("model*"))) == (writers if sharded else 1)
@@ -75,7 +145,7 @@ def test_what_one_number_of_ranks_wrote_another_reads(
     for readers in (1, 2, 3):
         assert ranks.run(readers, read_as, folder, 7) == [True] * readers
     assert CheckpointReader(folder).read_rank_state(writers) is None
-    assert checker.leftovers(tmp_path) == []
+    assert run_readers.leftovers(tmp_path) == []
 
 
 def test_tensors_without_rows_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
@@ -89,10 +159,8 @@ def test_tensors_without_rows_come_back_as_they_were(ranks: RankPool, tmp_path: 
 
 def save_empty(world: World, folder: Path) -> None:
     tensors = {"none": torch.zeros(0, 3), "some": torch.ones(2, 3)}
-    parts = {
-        name: jobs.TensorShard(local=tensor, start=0, shape=tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
-    checkpoints = jobs.open_checkpoints(world, folder, 0, sharded=False)
+    parts = {name: TensorShard(local=tensor, start=0, shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    checkpoints = open_checkpoints(world, folder, 0, sharded=False)
     checkpoints.save(1, "kept", {"model": parts}, {}, {})
     checkpoints.wait()
     checkpoints.raise_if_failed()
@@ -106,8 +174,8 @@ def test_a_save_holds_the_values_of_its_moment(ranks: RankPool, tmp_path: Path) 
 
 
 def save_and_overwrite(world: World, folder: Path) -> None:
-    checkpoints = jobs.open_checkpoints(world, folder, 0, sharded=False)
-    parts = jobs.parts(1)
+    checkpoints = open_checkpoints(world, folder, 0, sharded=False)
+    parts = checkpoint_parts(1)
     checkpoints.save(1, "kept", parts, {"position": 1}, {"rng": [1, 0]})
     for pieces in parts.values():
         for piece in pieces.values():
@@ -128,11 +196,11 @@ def test_a_second_save_waits_for_the_first(ranks: RankPool, tmp_path: Path) -> N
 
 
 def save_twice(world: World, folder: Path) -> tuple[float, float]:
-    checkpoints = jobs.open_checkpoints(world, folder, 0, sharded=False)
+    checkpoints = open_checkpoints(world, folder, 0, sharded=False)
     times = []
     for step in (1, 2):
         began = time.monotonic()
-        jobs.save_one(checkpoints, step, "kept")
+        save_one(checkpoints, step, "kept")
         times.append(time.monotonic() - began)
     checkpoints.wait()
     return times[0], times[1]
@@ -140,11 +208,11 @@ def save_twice(world: World, folder: Path) -> tuple[float, float]:
 
 def test_rotation_keeps_the_last_kept_ones_and_one_latest(ranks: RankPool, tmp_path: Path) -> None:
     saves = [(step, "kept" if step % 3 == 0 else "latest") for step in range(1, 12)]
-    ranks.run(1, jobs.save, tmp_path, saves, 2)
+    ranks.run(1, save_all, tmp_path, saves, 2)
     assert [(item.step, item.kind) for item in list_committed(tmp_path)] == [(6, "kept"), (9, "kept"), (11, "latest")]
-    assert list(checker.good(tmp_path)) == [6, 9, 11]
-    ranks.run(1, jobs.save, tmp_path / "all", saves, 0)
-    assert list(checker.good(tmp_path / "all")) == [3, 6, 9, 11]
+    assert list(run_readers.valid_checkpoints(tmp_path)) == [6, 9, 11]
+    ranks.run(1, save_all, tmp_path / "all", saves, 0)
+    assert list(run_readers.valid_checkpoints(tmp_path / "all")) == [3, 6, 9, 11]
 
 
 @pytest.mark.faults
@@ -161,14 +229,14 @@ def test_a_kill_at_every_point_of_saving_leaves_a_checkpoint_that_loads(
         (tmp_path / "fired").unlink()
         names[row.split(":")[0]] += 1
         assert_survived(folder, first=names["checkpoint.latest"] > 0)
-        survivors = checker.good(folder)
-        [begun] = ranks.run(1, jobs.resume_and_save, folder, saves, 1)
+        survivors = run_readers.valid_checkpoints(folder)
+        [begun] = ranks.run(1, resume_and_save, folder, saves, 1)
         assert begun == max(survivors, default=0)
         assert_survived(folder, first=True)
-        assert max(checker.good(folder)) == last
+        assert max(run_readers.valid_checkpoints(folder)) == last
         if begun < last:  # the last save has tidied up
-            assert list(checker.checkpoints(folder)) == [last]
-        assert [path for path in checker.leftovers(folder) if not path.endswith(".tmp")] == []
+            assert list(run_readers.checkpoints(folder)) == [last]
+        assert [path for path in run_readers.leftovers(folder) if not path.endswith(".tmp")] == []
         shutil.rmtree(folder)
     with capsys.disabled():
         sys.stdout.write(f"\n{names.total()} fault points fired while saving: {dict(names)}\n")
@@ -182,14 +250,14 @@ def test_a_kill_at_every_point_of_saving_leaves_a_checkpoint_that_loads(
 def killed(ranks: RankPool, folder: Path, saves: list[tuple[int, str]], environment: dict[str, str]) -> bool:
     """Whether the fault fired before the last save was done."""
     try:
-        return ranks.run(1, jobs.save, folder, saves, 1, environment=environment) != [[None] * len(saves)]
+        return ranks.run(1, save_all, folder, saves, 1, environment=environment) != [[None] * len(saves)]
     except RanksFailed as failure:
         return failure.troubles[0].exit_code == -9
 
 
 def assert_survived(folder: Path, first: bool) -> None:
     """Every folder with a checkpoint's name is whole and equals its step; once there was one, there is one."""
-    steps = checker.checkpoints(folder)
+    steps = run_readers.checkpoints(folder)
     assert steps or not first
     for step, path in steps.items():
         assert_state(path, step)
@@ -201,19 +269,19 @@ def assert_survived(folder: Path, first: bool) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sharded_save_of_which_one_rank_dies_was_never_one(ranks: RankPool, tmp_path: Path, rank: int) -> None:
-    ranks.run(2, jobs.save, tmp_path, [(1, "kept")], 0, True)
+    ranks.run(2, save_all, tmp_path, [(1, "kept")], 0, True)
     for number, point in enumerate(("checkpoint.part:1", "checkpoint.fsync:2", "publish.rename:1"), 1):
         with pytest.raises(RanksFailed) as failure:
             ranks.run(
-                2, jobs.save, tmp_path, [(2, "kept")], 0, True,
+                2, save_all, tmp_path, [(2, "kept")], 0, True,
                 timeout_s=2.5, environment=fault(tmp_path, f"{point}:kill:{rank}"),
             )  # fmt: skip
         assert failure.value.troubles[rank].exit_code == -9
         assert len(fired(tmp_path)) == number
-        assert list(checker.checkpoints(tmp_path)) == [1]
-    assert ranks.run(2, jobs.save, tmp_path, [(2, "kept")], 0, True) == [[None], [None]]
-    assert list(checker.good(tmp_path)) == [1, 2]
-    assert checker.leftovers(tmp_path) == []
+        assert list(run_readers.checkpoints(tmp_path)) == [1]
+    assert ranks.run(2, save_all, tmp_path, [(2, "kept")], 0, True) == [[None], [None]]
+    assert list(run_readers.valid_checkpoints(tmp_path)) == [1, 2]
+    assert run_readers.leftovers(tmp_path) == []
 
 
 @pytest.mark.ranks
@@ -224,12 +292,12 @@ def test_a_rank_that_leaves_no_word_is_named(ranks: RankPool, tmp_path: Path) ->
     )
     assert fired(tmp_path) == ["checkpoint.part:1:sleep=1.5:1"]
     assert first[0].endswith("no file list from rank 1 within 1 s")  # and no advice about disks
-    assert checker.checkpoints(tmp_path) == {}
+    assert run_readers.checkpoints(tmp_path) == {}
 
 
 def save_impatiently(world: World, folder: Path) -> list[str | None]:
     world.timeout_s = 1.0
-    return jobs.save(world, folder, [(1, "kept")], 0, True)
+    return save_all(world, folder, [(1, "kept")], 0, True)
 
 
 OK_ONCE = [
@@ -246,11 +314,11 @@ def test_a_disk_that_refuses_once_is_asked_again(ranks: RankPool, tmp_path: Path
     for number, request in enumerate(OK_ONCE):
         folder = tmp_path / str(number)
         environment = fault(tmp_path, request)
-        assert ranks.run(1, jobs.save, folder, [(1, "kept")], environment=environment) == [[None]], request
+        assert ranks.run(1, save_all, folder, [(1, "kept")], environment=environment) == [[None]], request
         assert len(fired(tmp_path)) == number + 1, request
-        assert list(checker.good(folder)) == [1], request
+        assert list(run_readers.valid_checkpoints(folder)) == [1], request
         assert (folder / "latest").read_text() == "step_0000001\n"
-        assert checker.leftovers(folder) == [], request
+        assert run_readers.leftovers(folder) == [], request
 
 
 @pytest.mark.faults
@@ -258,37 +326,37 @@ def test_a_disk_that_refuses_once_is_asked_again(ranks: RankPool, tmp_path: Path
 def test_a_disk_that_refuses_for_good_is_reported_and_harms_nothing(
     ranks: RankPool, tmp_path: Path, error: str
 ) -> None:
-    ranks.run(1, jobs.save, tmp_path, [(1, "kept")], 1)
+    ranks.run(1, save_all, tmp_path, [(1, "kept")], 1)
     points = ("checkpoint.part", "checkpoint.fsync", "checkpoint.commit", "checkpoint.rename", "publish.write")
     for point in points:
         began = time.monotonic()
         environment = fault(tmp_path, f"{point}:1+:{error}")
-        [[message]] = ranks.run(1, jobs.save, tmp_path, [(2, "kept")], 1, environment=environment)
+        [[message]] = ranks.run(1, save_all, tmp_path, [(2, "kept")], 1, environment=environment)
         assert time.monotonic() - began < 20
         assert len(fired(tmp_path)) >= 2, "tried again before giving up"
         assert str(tmp_path) in message
         assert "run the same command again" in message
         (tmp_path / "fired").unlink()
-        assert list(checker.checkpoints(tmp_path)) == [1]
+        assert list(run_readers.checkpoints(tmp_path)) == [1]
         assert_state(tmp_path / "step_0000001", 1)
-        assert checker.leftovers(tmp_path) == []
+        assert run_readers.leftovers(tmp_path) == []
 
 
 def test_a_disk_that_is_really_full_is_reported(ranks: RankPool, tmp_path: Path) -> None:
     """A limit on file size refuses writes inside safetensors, where no fault point reaches."""
-    ranks.run(1, jobs.save, tmp_path, [(1, "kept")])
+    ranks.run(1, save_all, tmp_path, [(1, "kept")])
     [message, sigxfsz] = ranks.run(1, save_with_little_space, tmp_path)[0]
     assert sigxfsz == "limited"
     assert f"cannot save checkpoint step_0000002 in {tmp_path}" in message
-    assert list(checker.good(tmp_path)) == list(checker.checkpoints(tmp_path)) == [1]
-    assert checker.leftovers(tmp_path) == []
+    assert list(run_readers.valid_checkpoints(tmp_path)) == list(run_readers.checkpoints(tmp_path)) == [1]
+    assert run_readers.leftovers(tmp_path) == []
 
 
 def save_with_little_space(world: World, folder: Path) -> tuple[str | None, str]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
     try:
-        [error] = jobs.save(world, folder, [(2, "kept")])
+        [error] = save_all(world, folder, [(2, "kept")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return error, "limited"
@@ -297,24 +365,24 @@ def save_with_little_space(world: World, folder: Path) -> tuple[str | None, str]
 @pytest.mark.faults
 def test_an_error_nobody_thought_of_is_not_lost_with_its_thread(ranks: RankPool, tmp_path: Path) -> None:
     [[message]] = ranks.run(
-        1, jobs.save, tmp_path, [(1, "kept")], environment=fault(tmp_path, "checkpoint.part:1:raise")
+        1, save_all, tmp_path, [(1, "kept")], environment=fault(tmp_path, "checkpoint.part:1:raise")
     )
     assert fired(tmp_path) == ["checkpoint.part:1:raise:0"]
     assert "InjectedFault: fault injected at checkpoint.part" in message
-    assert checker.checkpoints(tmp_path) == {}
+    assert run_readers.checkpoints(tmp_path) == {}
 
 
 @pytest.fixture(scope="module")
 def two_saves(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 and 2, sharded over two ranks."""
     folder = tmp_path_factory.mktemp("two_saves")
-    ranks.run(2, jobs.save, folder, [(1, "kept"), (2, "kept")], 0, True)
+    ranks.run(2, save_all, folder, [(1, "kept"), (2, "kept")], 0, True)
     return folder
 
 
 def assert_found_out(folder: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     """The damaged newest one is named aloud and set aside with its bytes; the one before it is taken."""
-    assert checker.problem(folder / "step_0000002") is not None, what
+    assert run_readers.checkpoint_problem(folder / "step_0000002") is not None, what
     caplog.clear()
     with caplog.at_level(logging.ERROR):
         found = find_newest_valid(folder, on_damage=rename_damaged_checkpoint)
@@ -426,16 +494,16 @@ def test_names_that_only_look_like_a_checkpoint_are_left_alone(two_saves: Path, 
 
 
 def test_a_damaged_checkpoint_of_the_same_step_makes_way_for_a_new_save(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, jobs.save, tmp_path, [(1, "kept"), (2, "kept")])
+    ranks.run(1, save_all, tmp_path, [(1, "kept"), (2, "kept")])
     (tmp_path / "step_0000002" / "COMMIT.json").write_text("{")
-    ranks.run(1, jobs.save, tmp_path, [(2, "kept")])
+    ranks.run(1, save_all, tmp_path, [(2, "kept")])
     assert_state(tmp_path / "step_0000002", 2)
-    assert checker.leftovers(tmp_path) == []
+    assert run_readers.leftovers(tmp_path) == []
 
 
 def test_rotation_does_not_count_damaged_ones_among_those_it_keeps(ranks: RankPool, tmp_path: Path) -> None:
     """A commit file that cannot be trusted is no checkpoint: the good ones around it stay."""
-    ranks.run(1, jobs.save, tmp_path, [(1, "kept"), (2, "kept")], 2)
+    ranks.run(1, save_all, tmp_path, [(1, "kept"), (2, "kept")], 2)
     (tmp_path / "step_0000002" / "COMMIT.json").write_text("{")
-    ranks.run(1, jobs.save, tmp_path, [(3, "kept")], 2)
-    assert list(checker.good(tmp_path)) == [1, 3]
+    ranks.run(1, save_all, tmp_path, [(3, "kept")], 2)
+    assert list(run_readers.valid_checkpoints(tmp_path)) == [1, 3]

@@ -1,4 +1,4 @@
-"""Any range of a tensor comes out of a checkpoint, however many ranks wrote it and in whatever pieces."""
+"""Any range of a tensor can be read, for any number of ranks that wrote the checkpoint."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def test_a_tensor_larger_than_one_write_is_whole(tmp_path: Path, monkeypatch: py
     assert torch.equal(load_file(tmp_path / "b.safetensors")["x"], tensor)
 
 
-def test_a_copy_keeps_its_memory_between_saves_and_takes_other_memory_for_another_shape() -> None:
+def test_a_copy_reuses_its_memory_and_allocates_for_another_shape() -> None:
+    """A host copy reuses its memory between saves and allocates new memory for another shape."""
     copies = PinnedCopies()
     first = copies.copy("a", torch.ones(4))
     again = copies.copy("a", torch.zeros(4))

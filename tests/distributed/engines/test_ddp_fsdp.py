@@ -1,4 +1,4 @@
-"""What engines share: which parameters count, in which precision, where the optimizer lies, and what does not go together."""
+"""All engines: trained parameters, precision, optimizer state and bad combinations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halation.distributed.engines.deepspeed_config import find_unknown_keys
 from halation.distributed.world import World
 from halation.errors import InputError
 from halation.training.build_components import build_engine
-from support import deepspeed_jobs as jobs
+from support import training_loops
 from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +31,7 @@ ENGINES = [
 
 def losses(world: World, settings: dict[str, Any]) -> tuple[list[float], dict[str, str]]:
     """The losses of some steps, and the types of everything that is saved."""
-    trainee = jobs.Trainee(world, **{"engine": "deepspeed"} | settings)
+    trainee = training_loops.Trainee(world, **{"engine": "deepspeed"} | settings)
     reports = trainee.train(4)
     return [report.loss for report in reports], {name: str(value.dtype) for name, value in trainee.bits().items()}
 
@@ -55,7 +55,7 @@ def test_only_adapters_are_trained_and_saved_over_a_frozen_narrow_base(
     assert {name.rsplit(".", 2)[1] for name in dtypes} == {"down", "up"}
     assert set(dtypes.values()) == {"torch.float32"}
     full = {"engine": "deepspeed", "kind": "adapters"} | settings
-    assert all(ranks.run(2, jobs.resume_is_exact, tmp_path, full))
+    assert all(ranks.run(2, training_loops.resume_is_exact, tmp_path, full))
 
 
 @pytest.mark.parametrize("settings", ENGINES)
@@ -71,7 +71,7 @@ def test_weights_in_bf16_train_with_an_average_in_float32(
     wanted = "torch.float32" if "stage" in settings else "torch.bfloat16"
     kept = {dtype for name, dtype in dtypes.items() if not name.startswith("ema/") and "/step/" not in name}
     assert kept == {wanted}
-    assert all(ranks.run(2, jobs.resume_is_exact, tmp_path, narrow))
+    assert all(ranks.run(2, training_loops.resume_is_exact, tmp_path, narrow))
 
 
 def test_fsdp_with_its_optimizer_in_host_memory_trains_to_the_same_bits_on_a_cpu(ranks: RankPool) -> None:
@@ -81,7 +81,7 @@ def test_fsdp_with_its_optimizer_in_host_memory_trains_to_the_same_bits_on_a_cpu
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_drawing_with_the_optimizer_parked_leaves_every_bit_as_it_is(ranks: RankPool, engine: str) -> None:
-    assert all(ranks.run(2, jobs.sampling_is_invisible, {"engine": engine}))
+    assert all(ranks.run(2, training_loops.sampling_is_invisible, {"engine": engine}))
 
 
 @pytest.mark.parametrize(

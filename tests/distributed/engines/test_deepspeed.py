@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 keep the laws of every engine, on a module small enough to be trained in milliseconds."""
+"""ZeRO 1, 2 and 3 obey the laws of every engine, on a module that trains in milliseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from halation.distributed.checkpoint.reader import CheckpointReader
-from support import deepspeed_jobs as jobs
+from support import training_loops
 from support.rank_pool import RankPool
 
 pytestmark = [
@@ -37,9 +37,9 @@ OFFLOADS = [
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_every_stage_trains_like_ddp_within_rounding_and_ranks_agree(ranks: RankPool, size: int) -> None:
-    expected, norms, raw, average = ranks.run(size, jobs.losses, "ddp", {})[0]
+    expected, norms, raw, average = ranks.run(size, training_loops.engine_losses, "ddp", {})[0]
     for stage in (1, 2, 3):
-        rows = ranks.run(size, jobs.losses, "deepspeed", {"stage": stage})
+        rows = ranks.run(size, training_loops.engine_losses, "deepspeed", {"stage": stage})
         assert rows[0][0] == pytest.approx(expected, abs=1e-5)
         assert rows[0][1] == pytest.approx(norms, abs=1e-5)
         for row in rows:
@@ -53,8 +53,10 @@ def test_every_stage_trains_like_ddp_within_rounding_and_ranks_agree(ranks: Rank
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(ranks: RankPool, stage: int) -> None:
-    expected, norms, *_ = ranks.run(2, jobs.losses, "ddp", {"num_micro": 3})[0]
-    found, found_norms, *_ = ranks.run(2, jobs.losses, "deepspeed", {"stage": stage, "num_micro": 3})[0]
+    expected, norms, *_ = ranks.run(2, training_loops.engine_losses, "ddp", {"num_micro": 3})[0]
+    found, found_norms, *_ = ranks.run(2, training_loops.engine_losses, "deepspeed", {"stage": stage, "num_micro": 3})[
+        0
+    ]
     assert found == pytest.approx(expected, abs=1e-5)
     assert found_norms == pytest.approx(norms, abs=1e-5)
 
@@ -63,14 +65,14 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(ranks: RankPool
 def test_drawing_with_the_averages_leaves_every_bit_of_a_training_as_it_is(
     ranks: RankPool, stage: int, size: int
 ) -> None:
-    assert all(ranks.run(size, jobs.sampling_is_invisible, {"stage": stage}))
+    assert all(ranks.run(size, training_loops.sampling_is_invisible, {"stage": stage}))
 
 
 @pytest.mark.parametrize(("stage", "size"), PAIRS)
 def test_a_training_that_was_saved_and_loaded_is_the_one_that_never_stopped(
     ranks: RankPool, tmp_path: Path, stage: int, size: int
 ) -> None:
-    assert all(ranks.run(size, jobs.resume_is_exact, tmp_path, {"stage": stage, "num_micro": 2}))
+    assert all(ranks.run(size, training_loops.resume_is_exact, tmp_path, {"stage": stage, "num_micro": 2}))
 
 
 @pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
@@ -78,9 +80,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_weights(
     ranks: RankPool, tmp_path: Path, stage: int, offload: bool
 ) -> None:
     settings = {"stage": stage, "offload_optimizer": offload}
-    drawn = ranks.run(3, jobs.save_after, tmp_path, settings)[0]
-    same_size, expected = ranks.run(3, jobs.go_on, tmp_path, settings)[0]
-    image, losses = ranks.run(2, jobs.go_on, tmp_path, settings)[1]
+    drawn = ranks.run(3, training_loops.save_after, tmp_path, settings)[0]
+    same_size, expected = ranks.run(3, training_loops.go_on, tmp_path, settings)[0]
+    image, losses = ranks.run(2, training_loops.go_on, tmp_path, settings)[1]
     assert torch.equal(drawn, same_size)
     assert torch.equal(drawn, image)
     assert losses == pytest.approx(expected, abs=1e-5)
@@ -90,10 +92,10 @@ def test_another_number_of_ranks_goes_on_with_the_same_weights(
 def test_a_checkpoint_is_safetensors_that_give_whole_tensors_in_their_shape(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    ranks.run(3, jobs.save_after, tmp_path, {"stage": stage})
+    ranks.run(3, training_loops.save_after, tmp_path, {"stage": stage})
     folder = tmp_path / "step_0000003"
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
-    module = jobs.small_module()
+    module = training_loops.small_module()
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     reader = CheckpointReader(folder)
     for part in ("model", "ema"):
@@ -116,15 +118,15 @@ def test_a_gradient_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(
     ranks: RankPool, stage: int, offload: bool
 ) -> None:
     settings = {"stage": stage, "num_micro": 2, "offload_optimizer": offload}
-    for clean, skipped in ranks.run(2, jobs.skipping_leaves_no_trace, settings, math.nan):
+    for clean, skipped in ranks.run(2, training_loops.skipping_leaves_no_trace, settings, math.nan):
         assert clean
         assert skipped == [True]
 
 
 def test_a_loss_scale_is_taken_out_of_the_gradient_again(ranks: RankPool) -> None:
     for stage in (2, 3):
-        plain = ranks.run(2, jobs.losses, "deepspeed", {"stage": stage})[0]
-        scaled = ranks.run(2, jobs.scaled_losses, {"stage": stage}, 2.0**10)[0]
+        plain = ranks.run(2, training_loops.engine_losses, "deepspeed", {"stage": stage})[0]
+        scaled = ranks.run(2, training_loops.scaled_losses, {"stage": stage}, 2.0**10)[0]
         assert scaled[0] == pytest.approx(plain[0], abs=1e-5)
         assert scaled[1] == pytest.approx(plain[1], abs=1e-5)
 
@@ -133,9 +135,9 @@ def test_a_loss_scale_is_taken_out_of_the_gradient_again(ranks: RankPool) -> Non
 def test_bf16_of_the_file_keeps_float32_masters_whose_averages_change_places_exactly(
     ranks: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    plain = ranks.run(2, jobs.losses, "deepspeed", {"stage": stage})[0][0]
+    plain = ranks.run(2, training_loops.engine_losses, "deepspeed", {"stage": stage})[0][0]
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-    for losses, dtypes, exact in ranks.run(2, jobs.precise, {"dtype": "bf16"}, config, tmp_path):
+    for losses, dtypes, exact in ranks.run(2, training_loops.precise, {"dtype": "bf16"}, config, tmp_path):
         assert dtypes == {"torch.bfloat16"}
         assert exact
         assert losses == pytest.approx(plain[:4], abs=0.05)
@@ -167,7 +169,7 @@ def test_a_file_that_contradicts_the_flags_is_refused_with_both_values(
     ranks: RankPool, tmp_path: Path, config: Any, words: str
 ) -> None:
     settings = {"dtype": "bf16", "stage": 1} if "data_types" in config else {}
-    message = ranks.run(1, jobs.refusal, config, tmp_path, settings)[0]
+    message = ranks.run(1, training_loops.refusal, config, tmp_path, settings)[0]
     assert re.search(words, message), message
 
 
@@ -179,11 +181,12 @@ def test_a_file_that_agrees_or_says_auto_is_accepted_and_its_other_keys_pass(ran
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "betas": [0.9, 0.99], "weight_decay": "auto"}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
     }
-    assert ranks.run(1, jobs.accepted, config, tmp_path)[0] == (3, 10)
+    assert ranks.run(1, training_loops.accepted, config, tmp_path)[0] == (3, 10)
 
 
 @pytest.mark.slow
-def test_deepspeed_is_imported_only_where_it_is_asked_for_and_missed_with_the_name_of_its_extra(tmp_path: Path) -> None:
+def test_deepspeed_is_imported_on_demand_and_its_absence_names_the_extra(tmp_path: Path) -> None:
+    """DeepSpeed is imported only on demand; if it is missing, the error names its extra."""
     code = (
         "import sys; import halation.training.session; assert 'deepspeed' not in sys.modules\n"
         "import torch; sys.modules['deepspeed'] = None\n"

@@ -1,4 +1,4 @@
-"""Extractors behind one protocol: images prepared and embedded as transformers does it, and errors that say what to do."""
+"""Extractors prepare and embed images as transformers does; errors say what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.extractors.resize import resize_to_square
 from halation.evaluation.extractors.transformers import ClipExtractor
 from halation.input_files import file_sha256
-from support import tiny_extractors
+from support import tiny_models
 
 SHAPES = [(64, 64), (40, 90), (300, 20), (33, 32), (32, 257), (5, 5), (1, 70), (480, 640)]
 
@@ -40,12 +40,12 @@ def batch(extractor: Extractor, chosen: list[npt.NDArray[np.uint8]]) -> torch.Te
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_extractors.clip(tmp_path_factory.mktemp("models") / "small-clip")
+    return tiny_models.clip_model(tmp_path_factory.mktemp("models") / "small-clip")
 
 
 @pytest.fixture(scope="module")
 def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_extractors.dinov2(tmp_path_factory.mktemp("models") / "small-dinov2")
+    return tiny_models.dinov2_model(tmp_path_factory.mktemp("models") / "small-dinov2")
 
 
 def opened(name: str, folder: Path | str = "", dtype: str = "fp32", **settings: Any) -> Any:
@@ -150,7 +150,7 @@ def processor_says(folder: Path, chosen: list[npt.NDArray[np.uint8]]) -> torch.T
     ],
 )
 def test_clip_sees_the_bits_that_transformers_would_show_it(tmp_path: Path, preprocessing: dict[str, Any]) -> None:
-    folder = tiny_extractors.clip(tmp_path, **preprocessing)
+    folder = tiny_models.clip_model(tmp_path, **preprocessing)
     extractor = opened("clip", folder)
     pixels = extractor.pixel_values(batch(extractor, images()))
     assert torch.equal(pixels, processor_says(folder, images()))
@@ -197,7 +197,7 @@ def test_texts_that_do_not_fit_are_named(clip: ClipExtractor) -> None:
 
 def test_the_processor_may_be_nested_in_processor_config(tmp_path: Path) -> None:
     """As the processors of transformers 5 are saved; the nested entry wins, as it does there."""
-    folder = tiny_extractors.clip(tmp_path, resample=2)
+    folder = tiny_models.clip_model(tmp_path, resample=2)
     plain = folder / "preprocessor_config.json"
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": json.loads(plain.read_text())}))
     plain.write_text(json.dumps({**json.loads(plain.read_text()), "resample": 0}))
@@ -208,7 +208,7 @@ def test_the_processor_may_be_nested_in_processor_config(tmp_path: Path) -> None
 
 
 def test_older_files_give_sizes_as_numbers(tmp_path: Path) -> None:
-    folder = tiny_extractors.clip(tmp_path)
+    folder = tiny_models.clip_model(tmp_path)
     (folder / "preprocessor_config.json").write_text(json.dumps({"crop_size": 32, "size": 32, "resample": 3}))
     extractor = opened("clip", folder)
     assert torch.equal(extractor.pixel_values(batch(extractor, images())), processor_says(folder, images()))
@@ -238,7 +238,7 @@ def test_dinov2_features_are_the_class_token_after_the_last_norm(dinov2_folder: 
 
 
 def test_dinov2_with_registers_is_opened_too(tmp_path: Path) -> None:
-    folder = tiny_extractors.dinov2(tmp_path / "registers", num_registers=3)
+    folder = tiny_models.dinov2_model(tmp_path / "registers", num_registers=3)
     extractor = opened("dinov2", folder)
     assert extractor(batch(extractor, images()[:2]))["features"].shape == (2, extractor.num_features)
 

@@ -1,4 +1,4 @@
-"""The laws of features on a CUDA device: they know neither neighbours nor TF32, and say what a CPU says within rounding."""
+"""Features on a CUDA device do not depend on the batch or TF32 and match the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halation.evaluation.extractors import open_extractor
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.metrics.frechet import frechet_distance
 from halation.evaluation.metrics.moments import moments
-from support import tiny_extractors
+from support import tiny_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +31,10 @@ BATCH = 8
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("extractors")
     return {
-        "clip": str(tiny_extractors.clip(folder / "clip")),
-        "dinov2": str(tiny_extractors.dinov2(folder / "dinov2")),
+        "clip": str(tiny_models.clip_model(folder / "clip")),
+        "dinov2": str(tiny_models.dinov2_model(folder / "dinov2")),
         "streets": "",
-        "inception": str(tiny_extractors.inception_safetensors(folder / "inception.safetensors")),
+        "inception": str(tiny_models.inception_safetensors(folder / "inception.safetensors")),
     }
 
 

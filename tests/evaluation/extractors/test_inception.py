@@ -1,4 +1,4 @@
-"""FID's Inception: the features of torch-fidelity, pytorch-fid and clean-fid from the same weights, and weights that are safe to open."""
+"""FID's Inception has the features of other tools from the same weights, loaded safely."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from halation.evaluation.extractors.weights import (
 )
 from halation.input_files import file_sha256
 from halation.runs.run_folder import cache_folder
-from support import oracles, tiny_extractors
+from support import oracles, tiny_models
 
 
 def images(num: int = 2) -> list[npt.NDArray[np.uint8]]:
@@ -48,7 +48,7 @@ def images(num: int = 2) -> list[npt.NDArray[np.uint8]]:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_extractors.inception_pth(tmp_path_factory.mktemp("inception") / "random.pth")
+    return tiny_models.inception_pth(tmp_path_factory.mktemp("inception") / "random.pth")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_each_rule_scales_its_input_as_its_reference_does(extractors: Any) -> No
 
 
 def test_folding_the_normalisation_changes_features_by_less_than_1e_5() -> None:
-    tensors = tiny_extractors.inception_tensors(1)
+    tensors = tiny_models.inception_tensors(1)
     with torch.device("meta"):
         plain = InceptionV3().eval()
     plain.load_state_dict(tensors, assign=True)
@@ -187,8 +187,8 @@ def test_all_kinds_of_files_give_the_same_features(tmp_path: Path, weights: Path
     """Files from before torch 1.6, as the released one, are no zip archives."""
     inputs = batch(extractors("clean"), images(1))
     expected = extractors("clean")(inputs)["features"]
-    old = tiny_extractors.inception_pth(tmp_path / "old.pth", zipped=False)
-    safe = tiny_extractors.inception_safetensors(tmp_path / "safe.safetensors")
+    old = tiny_models.inception_pth(tmp_path / "old.pth", zipped=False)
+    safe = tiny_models.inception_safetensors(tmp_path / "safe.safetensors")
     for file in (old, safe):
         extractor = open_extractor("inception", device="cpu", weights=str(file))
         assert torch.equal(extractor(inputs)["features"], expected)
@@ -196,7 +196,7 @@ def test_all_kinds_of_files_give_the_same_features(tmp_path: Path, weights: Path
 
 
 def test_counters_of_the_normalisation_may_be_missing() -> None:
-    tensors = {name: value for name, value in tiny_extractors.inception_tensors().items() if "num_batches" not in name}
+    tensors = {name: value for name, value in tiny_models.inception_tensors().items() if "num_batches" not in name}
     assert find_weight_mismatch(tensors) == ""
     assert build_inception(tensors).fc.weight.equal(tensors["fc.weight"])
 
@@ -213,7 +213,7 @@ def test_the_pinned_weights_are_called_fid(weights: Path, monkeypatch: Any) -> N
 
 
 def test_a_file_of_another_network_is_refused(tmp_path: Path) -> None:
-    tensors = tiny_extractors.inception_tensors()
+    tensors = tiny_models.inception_tensors()
     tensors["fc.weight"] = torch.zeros(1000, 2048)
     torch.save(tensors, tmp_path / "other.pth")
     with pytest.raises(

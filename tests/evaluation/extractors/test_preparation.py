@@ -1,4 +1,4 @@
-"""How extractors prepare images: told whole by their facts, and in bounded memory whatever the image's shape."""
+"""Preparation of images is fully described by its settings and needs bounded memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 
 from halation.evaluation.extractors import open_extractor, resize
 from halation.evaluation.extractors.resize import ShortestEdgeCrop
-from support import tiny_extractors
+from support import tiny_models
 
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_extractors.clip(tmp_path_factory.mktemp("models") / "small-clip")
+    return tiny_models.clip_model(tmp_path_factory.mktemp("models") / "small-clip")
 
 
 @pytest.fixture(scope="module")
 def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_extractors.dinov2(tmp_path_factory.mktemp("models") / "small-dinov2")
+    return tiny_models.dinov2_model(tmp_path_factory.mktemp("models") / "small-dinov2")
 
 
 def facts(name: str, folder: Path | str = "", **settings: Any) -> dict[str, Any]:

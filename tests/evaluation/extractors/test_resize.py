@@ -1,4 +1,4 @@
-"""Resizing by a rule: the numbers of clean-fid, torch-fidelity and torch, whatever the image's shape."""
+"""Resizing gives the numbers of clean-fid, torch-fidelity and torch for any shape."""
 
 from __future__ import annotations
 

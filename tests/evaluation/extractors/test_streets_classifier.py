@@ -1,4 +1,4 @@
-"""The shipped network finds what is in street scenes, and its features tell good images from spoiled ones."""
+"""The bundled network recognises street scenes, and its features rank damaged images."""
 
 from __future__ import annotations
 

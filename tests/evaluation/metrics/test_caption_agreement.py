@@ -1,4 +1,4 @@
-"""Prompt agreement counts what captions say and images show, and what captions leave out counts neither way."""
+"""Prompt agreement counts what captions mention and ignores what they leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the Frechet distance: the formula between known Gaussians, scipy's and other tools' number elsewhere, also where singular."""
+"""Laws of the Frechet distance: the formula, other tools' numbers, singular covariances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the bootstrap: a draw is the distance of the drawn rows, the same seed the same interval, and the width is the true spread."""
+"""Laws of the bootstrap: draws are distances, seeds repeat, the width is the true spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the scores without a reference: torch-fidelity's inception score, its bounds, and cosines by hand."""
+"""Laws of scores without a reference: torch-fidelity's inception score, bounds, cosines."""
 
 from __future__ import annotations
 

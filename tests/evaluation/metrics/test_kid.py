@@ -1,4 +1,4 @@
-"""Laws of the kernel distance: the sum over pairs, torch-fidelity's number, and nothing between a set and itself."""
+"""Laws of the kernel distance: sum over pairs, torch-fidelity's number, 0 for equal sets."""
 
 from __future__ import annotations
 

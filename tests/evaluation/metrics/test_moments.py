@@ -1,4 +1,4 @@
-"""Laws of the moments: numpy's numbers, parts merge to the whole, and a stream has the bits of one array."""
+"""Laws of the moments: numpy's numbers, merged parts, and streams equal to one array."""
 
 from __future__ import annotations
 

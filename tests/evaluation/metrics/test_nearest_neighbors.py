@@ -1,4 +1,4 @@
-"""Laws of the nearest and the farthest: those of the definition, whatever the tile; a copy is at 0 and first, a stranger last."""
+"""Laws of nearest and farthest rows: the definition for any tile size; a copy is at 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_distances_are_those_of_the_definition_whatever_the_tile(tile: int) -> N
     )
 
 
-def test_a_copy_far_from_the_origin_is_at_zero_and_comes_first_and_a_stranger_comes_last() -> None:
+def test_a_copy_far_from_the_origin_comes_first_and_an_outlier_last() -> None:
+    """A copy far from the origin has distance 0 and comes first; an outlier comes last."""
     reference, generated = features(40, 3, shift=1000.0), features(30, 4, shift=1000.0)
     generated[17] = reference[33]
     generated[5] = 2000.0

@@ -1,4 +1,4 @@
-"""Laws of the neighbourhoods: torch-fidelity's precision and recall, brute force for all four, and what copies and strangers must give."""
+"""Laws of precision, recall, density and coverage: torch-fidelity and brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of `--cluster files`: any number of plain processes on one folder leave what one command alone leaves, whatever becomes of them."""
+"""Laws of `--cluster files`: any number of processes leave what one command leaves."""
 
 from __future__ import annotations
 
@@ -174,9 +174,10 @@ def test_what_a_killed_process_held_is_drawn_by_the_others_after_its_lease(
 
 
 @pytest.mark.faults
-def test_leases_of_a_stopped_process_are_taken_over_and_its_late_results_change_nothing(
+def test_leases_of_a_stopped_process_are_taken_over_and_late_results_ignored(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
+    """Leases of a stopped process are taken over, and its late results change nothing."""
     folder = tmp_path / "out"
     with together([words(folder, 0.3, progress="json")], folder) as (sleeper,):
         until(lambda: outcomes(folder) and leases(folder), command=sleeper)
@@ -257,9 +258,10 @@ def test_a_kill_in_the_middle_of_taking_over_is_taken_over_too(
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_one_that_slept_while_it_took_a_lease_over_gives_back_what_another_took_over_since(
+def test_a_process_that_slept_during_a_takeover_returns_a_lease_taken_since(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
+    """A process that slept during a takeover gives back what another process took over since."""
     folder = tmp_path / "out"
     assert finish(words(folder, lease_s=0.5), tmp_path / "log", "lease.linked:1:kill") == -signal.SIGKILL
     (lease,) = (folder / "ledger" / "leases").glob("*.json")
@@ -471,9 +473,10 @@ def test_a_finished_range_is_free_and_nobody_draws_it_again(pair: tuple[Leases, 
     assert not list(one.folder.glob("*.json"))
 
 
-def test_a_failure_of_another_in_this_call_is_final_and_one_of_an_earlier_call_is_not(
+def test_a_failure_of_another_process_is_final_in_this_call_only(
     pair: tuple[Leases, Leases],
 ) -> None:
+    """A failure of another process is final in this call; one of an earlier call is retried."""
     one, two = pair
     draw(one, [0, 1, 2, 3, 4])
     draw(one, [5], state="failed")
@@ -541,9 +544,10 @@ def test_leases_are_not_made_again_in_a_ledger_that_is_gone(pair: tuple[Leases, 
     assert not one.ledger.folder.exists()
 
 
-def test_the_card_of_a_process_that_was_killed_when_it_held_nothing_is_removed_at_the_end(
+def test_the_card_of_a_process_killed_without_leases_is_removed_at_the_end(
     pair: tuple[Leases, Leases],
 ) -> None:
+    """The card of a process that was killed while it held no lease is removed at the end."""
     one, two = pair
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     dead = one.folder / f".{one.process.host}-{int(ended.stdout)}-00000000.card"

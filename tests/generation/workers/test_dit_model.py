@@ -1,4 +1,4 @@
-"""`halation generate` from a run of ours draws what training and `halation sample` draw, and takes the run's own size and guidance."""
+"""`halation generate` from a run draws what training draws, at its size and guidance."""
 
 from __future__ import annotations
 

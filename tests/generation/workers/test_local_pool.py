@@ -1,4 +1,4 @@
-"""A worker pool on this machine: a worker that reads nothing holds up nobody, however long the orders are."""
+"""A local worker pool: a worker that reads nothing blocks no other worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of `--cluster ray`: the same files as on one machine, whatever becomes of nodes and processes, and nothing left behind."""
+"""Laws of `--cluster ray`: the files of one machine despite lost nodes and processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_client_from_outside_the_cluster_gets_the_same_files(
 
 @pytest.mark.slow
 def test_a_real_pipeline_draws_the_same_bits_by_ray_and_locally(cluster: Nodes, tmp_path: Path) -> None:
-    from support.tiny_pipelines import built
+    from support.tiny_models import built
 
     found = {}
     for where in ("local", "auto"):

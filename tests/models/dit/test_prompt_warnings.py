@@ -1,4 +1,4 @@
-"""Words that a model does not know are named once before it draws, by every job that draws prompts."""
+"""Prompt words unknown to a model are logged once before sampling, by every command."""
 
 from __future__ import annotations
 

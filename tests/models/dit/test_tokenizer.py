@@ -19,7 +19,8 @@ def test_words_are_ranked_by_how_often_they_occur_and_ties_by_spelling() -> None
     assert WordTokenizer.from_captions(CAPTIONS, max_words=2).words == ("a", "red")
 
 
-def test_known_words_are_one_token_each_between_begin_and_end_and_padding_fills_the_rest() -> None:
+def test_known_words_are_one_token_each_and_padding_fills_the_rest() -> None:
+    """Known words are one token each between begin and end, and padding fills the rest."""
     encoded = TOKENIZER.encode("A red CAR")
     assert len(encoded.ids) == len(encoded.mask) == 48
     assert encoded.ids[0] == BEGIN

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is said before anything is drawn, with what it can; what an option does to the image is recorded."""
+"""Options that a pipeline lacks are refused early; the class of each option is recorded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from torch import nn
 
 from halation.errors import InputError
 from halation.generation.workers.image_runner import force_eager
-from support import tiny_pipelines
-from support.marks import needs_inductor
-from support.pipeline_specs import PROMPTS, drawn, opened, plain, plain_pipe, reopened, specs
+from support import tiny_models
+from support.tiny_models import PROMPTS, drawn, needs_inductor, opened, plain, plain_pipe, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
 
 
 def reopen(family: str, **options: Any) -> Any:
-    return reopened(tiny_pipelines.built(family), **options)
+    return reopened(tiny_models.built(family), **options)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_a_spec_the_pipeline_cannot_draw_is_refused_with_what_it_can(
         opened(family).check(specs("a dog", **changes)[0])
 
 
-@pytest.mark.parametrize("family", list(tiny_pipelines.FAMILIES))
+@pytest.mark.parametrize("family", list(tiny_models.FAMILIES))
 def test_what_check_lets_pass_is_drawn_at_that_size(family: str) -> None:
     size = {"height": 64, "width": 32} if family == "sana" else {"height": 48, "width": 32}
     wanted = specs(*PROMPTS[:2], **size)
@@ -131,7 +130,7 @@ def test_values_that_json_writes_in_another_way_reach_the_pipeline(arguments: di
 
 
 def test_guidance_that_changes_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tiny_pipelines.flux(tmp_path / "schnell", guidance_embeds=False)
+    folder = tiny_models.flux(tmp_path / "schnell", guidance_embeds=False)
     model = reopened(folder)
     with caplog.at_level(logging.WARNING, logger="halation"):
         for spec in specs("a dog", "a cat"):
@@ -213,10 +212,10 @@ def answers(workers: list[subprocess.Popen[str]]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc to see shared memory")
 def test_workers_share_one_copy_of_the_weights(tmp_path: Path) -> None:
-    big = tiny_pipelines.hunyuan(tmp_path / "big", hidden=512, num_layers=8)
+    big = tiny_models.hunyuan(tmp_path / "big", hidden=512, num_layers=8)
     num_bytes = sum(file.stat().st_size for file in big.glob("*/*.safetensors"))
     assert num_bytes > 140e6
-    command = [sys.executable, "-c", WORKER, "fp32", str(tiny_pipelines.built("hunyuan")), str(big)]
+    command = [sys.executable, "-c", WORKER, "fp32", str(tiny_models.built("hunyuan")), str(big)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Forwards as CUDA graphs, as far as a machine without CUDA can tell: what may be recorded, and what is simply called."""
+"""CUDA graphs, tested without CUDA: which forwards are recorded and which are called."""
 
 from __future__ import annotations
 

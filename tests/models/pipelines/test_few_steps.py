@@ -1,4 +1,4 @@
-"""Few steps: the times a pipeline's call really visits, and that our steps through them give the pipeline's own latents."""
+"""Few steps: the times that a pipeline visits, and latents equal to the pipeline's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import specs
+from support import tiny_models
+from support.tiny_models import specs
 
 FAMILIES = ["hunyuan", "pixart", "sd3", "flux", "wan", pytest.param("pixart_sigma", marks=pytest.mark.slow)]
 HEIGHT, WIDTH = 32, 48
@@ -60,7 +60,7 @@ def stepped(denoiser: PipelineDenoiser, batch: SampleBatch, times: tuple[float, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pipelines_own_call_goes_through_the_times_and_our_steps_end_where_it_does(family: str) -> None:
     denoiser = open_student(
-        tiny_pipelines.built(family),
+        tiny_models.built(family),
         StudentConfig(),
         init="teacher",
         seed=0,
@@ -116,9 +116,8 @@ def test_few_steps_of_a_flow_are_equal_steps_of_shifted_time(pipeline: str, shif
 
 
 @pytest.mark.parametrize(("levels", "refused"), [(1000, {3, 6, 7}), (960, {7}), (500, {3, 6, 7, 8})])
-def test_steps_that_do_not_divide_a_table_are_refused_and_others_land_where_they_look_next(
-    levels: int, refused: set[int]
-) -> None:
+def test_steps_that_do_not_divide_a_table_are_refused_and_others_are_exact(levels: int, refused: set[int]) -> None:
+    """Steps that do not divide the table are refused; others land at the next evaluated time."""
     family, table = get_family("HunyuanDiTPipeline"), diffusers.DDPMScheduler(num_train_timesteps=levels)
     for num_steps in range(1, 9):
         if num_steps in refused:

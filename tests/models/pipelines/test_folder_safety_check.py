@@ -1,4 +1,4 @@
-"""Pipeline folders that are not what they seem: each is refused with its reason, and nothing in them ever runs."""
+"""Unsafe or inconsistent pipeline folders are refused with a reason; nothing in them runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from halation.errors import InputError
 from halation.models.pipelines.folder_safety_check import check_component_sizes
-from support import tiny_pipelines
-from support.pipeline_specs import drawn, opened, reopened, specs
+from support import tiny_models
+from support.tiny_models import drawn, opened, reopened, specs
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_pipelines.built("stable_diffusion"), tmp_path / "model"))
+    return Path(shutil.copytree(tiny_models.built("stable_diffusion"), tmp_path / "model"))
 
 
 @pytest.fixture
@@ -346,7 +346,7 @@ def test_a_broken_tokenizer_is_told_in_a_sentence(folder: Path, text: str) -> No
 
 
 def aura_flow(folder: Path, num_positions: int, num_stored: int) -> Path:
-    shutil.copytree(tiny_pipelines.built("aura_flow"), folder)
+    shutil.copytree(tiny_models.built("aura_flow"), folder)
     edit(folder / "transformer" / "config.json", lambda config: config.update(pos_embed_max_size=num_positions))
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
@@ -363,12 +363,12 @@ def test_positions_that_are_stored_are_counted_in_all(tmp_path: Path) -> None:
 def test_positions_that_are_not_stored_are_counted_by_their_side(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="pos_embed_max_size is 1048576"):
         check_component_sizes(aura_flow(tmp_path / "model", 2**20, 9216))
-    folder = Path(shutil.copytree(tiny_pipelines.built("sd3"), tmp_path / "sd3"))
+    folder = Path(shutil.copytree(tiny_models.built("sd3"), tmp_path / "sd3"))
     edit(folder / "transformer" / "config.json", lambda config: config.update(pos_embed_max_size=9216))
     with pytest.raises(InputError, match="pos_embed_max_size is 9216"):
         check_component_sizes(folder)
 
 
-@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES | tiny_pipelines.MORE_FAMILIES | tiny_pipelines.VARIANTS)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES | tiny_models.MORE_FAMILIES | tiny_models.VARIANTS)
 def test_every_family_is_let_through(family: str) -> None:
-    check_component_sizes(tiny_pipelines.built(family))
+    check_component_sizes(tiny_models.built(family))

@@ -1,4 +1,4 @@
-"""What libraries say that nobody needs is kept from the terminal, and nothing else is."""
+"""Known irrelevant messages of libraries are hidden, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that steer a pipeline from inside: guidance cut short, half the frames for the first expert, other schedulers."""
+"""Options inside a pipeline: truncated guidance, half of the frames, other schedulers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from halation.errors import InputError
 from halation.models.pipelines.load import repeated_blocks
 from halation.models.pipelines.pipeline_model import PipelineModel
-from support import tiny_pipelines
-from support.pipeline_specs import PROMPTS, drawn, opened, plain, reopened, specs
+from support import tiny_models
+from support.tiny_models import PROMPTS, drawn, opened, plain, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
-GUIDED = [family for family in (*tiny_pipelines.FAMILIES, "pixart_sigma", "stable_diffusion_xl") if family != "flux"]
+GUIDED = [family for family in (*tiny_models.FAMILIES, "pixart_sigma", "stable_diffusion_xl") if family != "flux"]
 
 
 def reopen(family: str, **options: Any) -> PipelineModel:
-    return reopened(tiny_pipelines.built(family), **options)
+    return reopened(tiny_models.built(family), **options)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def test_truncation_from_the_first_step_is_drawing_without_guidance(family: str)
 
 def test_truncation_is_what_switching_guidance_off_by_callback_gives() -> None:
     """diffusers documents the same effect as a callback that halves the embeddings; Stable Diffusion 3 lets us do that."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("sd3")), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("sd3")), use_safetensors=True)
 
     def switch_off(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if index == 1:
@@ -94,11 +94,12 @@ def test_truncation_is_what_switching_guidance_off_by_callback_gives() -> None:
     np.testing.assert_array_equal(drawn(reopen("sd3", cfg_truncation_step=2), wanted), reference)
 
 
-def test_flux_with_a_true_guidance_scale_can_be_truncated_and_takes_a_negative_prompt() -> None:
+def test_flux_with_true_guidance_can_be_truncated_and_takes_negative_prompts() -> None:
+    """FLUX with a true guidance scale can be truncated and takes a negative prompt."""
     arguments = {"true_cfg_scale": 3.0}
     wanted = specs(*PROMPTS[:2], negative_prompt="blue")
     model = reopen("flux", arguments=arguments)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("flux")), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("flux")), use_safetensors=True)
     np.testing.assert_array_equal(drawn(model, wanted), plain(pipe, wanted, **arguments))
     cut = reopen("flux", arguments=arguments, cfg_truncation_step=1)
     with rows_in_blocks(cut) as seen:
@@ -130,7 +131,7 @@ def test_truncation_counts_steps_and_not_calls_of_a_second_order_scheduler() -> 
 @pytest.mark.parametrize("num_frames", [5, 9])
 def test_a_video_is_the_pipelines_own(num_frames: int) -> None:
     wanted = specs(*PROMPTS[:2], num_frames=num_frames)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("wan")), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("wan")), use_safetensors=True)
     ours = drawn(opened("wan"), wanted)
     assert ours[0].shape == (num_frames, 32, 32, 3)
     np.testing.assert_array_equal(ours, plain(pipe, wanted))
@@ -176,7 +177,7 @@ def test_half_frame_changes_nothing_for_one_frame_and_says_so(caplog: pytest.Log
 
 
 def test_half_frame_is_refused_without_two_experts(tmp_path: Any) -> None:
-    model = reopened(tiny_pipelines.wan(tmp_path / "one", two_experts=False), half_frame=True)
+    model = reopened(tiny_models.wan(tmp_path / "one", two_experts=False), half_frame=True)
     with pytest.raises(InputError, match="two experts"):
         model.check(specs("a dog", num_frames=5)[0])
 
@@ -199,7 +200,7 @@ def test_half_frame_is_refused_without_two_experts(tmp_path: Any) -> None:
     ],
 )
 def test_another_scheduler_draws_as_it_does_in_the_pipeline(family: str, short: str, class_name: str) -> None:
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built(family)), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built(family)), use_safetensors=True)
     shift = {"shift": 3.0} if family == "wan" else {}
     pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **shift)
     wanted = specs(*PROMPTS[:2], steps=4)

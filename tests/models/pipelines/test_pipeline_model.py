@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support import tiny_pipelines
-from support.pipeline_specs import PROMPTS, drawn, opened, plain, plain_pipe, specs
+from support import tiny_models
+from support.tiny_models import PROMPTS, drawn, opened, plain, plain_pipe, specs
 
-FAMILIES = [*tiny_pipelines.FAMILIES, *tiny_pipelines.MORE_FAMILIES]
+FAMILIES = [*tiny_models.FAMILIES, *tiny_models.MORE_FAMILIES]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong inside a pipeline stays with the row it belongs to, and what can be repaired is."""
+"""An error inside a pipeline stays with its row, and what can be repaired is repaired."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from halation.models.async_image_result import ImageError, NonFiniteImageError
 from halation.models.pipelines.pipeline_model import PipelineModel
-from support import tiny_pipelines
-from support.pipeline_specs import drawn, opened, reopened, specs
+from support import tiny_models
+from support.tiny_models import drawn, opened, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
 
 
 def edited(family: str, folder: Path, weights: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     """A copy of a family's folder with other numbers in one weights file."""
-    shutil.copytree(tiny_pipelines.built(family), folder)
+    shutil.copytree(tiny_models.built(family), folder)
     tensors = load_file(folder / weights)
     change(tensors)
     save_file(tensors, folder / weights, metadata={"format": "pt"})
@@ -102,7 +102,7 @@ def test_nothing_is_offered_for_repair_where_the_autoencoder_is_already_in_float
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_prompt_that_gives_nan_fails_alone(dtype: str, tmp_path: Path) -> None:
-    token = tiny_pipelines.bert_tokenizer().convert_tokens_to_ids("cat")
+    token = tiny_models.bert_tokenizer().convert_tokens_to_ids("cat")
 
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         tensors["embeddings.word_embeddings.weight"][token] = float("nan")
@@ -112,7 +112,7 @@ def test_a_prompt_that_gives_nan_fails_alone(dtype: str, tmp_path: Path) -> None
     painting = reopened(folder, dtype=dtype).draw(wanted, lambda: None)
     first, second, third = painting.collect()
     assert isinstance(second, NonFiniteImageError)
-    healthy = drawn(reopened(tiny_pipelines.built("hunyuan"), dtype=dtype), wanted)
+    healthy = drawn(reopened(tiny_models.built("hunyuan"), dtype=dtype), wanted)
     np.testing.assert_array_equal(first, healthy[0])
     np.testing.assert_array_equal(third, healthy[2])
     if painting.decode_in_float32 is not None:
@@ -133,7 +133,7 @@ def test_an_infinity_is_not_clamped_to_a_white_pixel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("family", ["hunyuan", "sd3", "flux", "wan"])
 def test_half_precision_draws_a_finite_image_near_the_float32_one(family: str, dtype: str) -> None:
-    model = reopened(tiny_pipelines.built(family), dtype=dtype)
+    model = reopened(tiny_models.built(family), dtype=dtype)
     images = drawn(model, specs("a dog", "two cats"))
     reference = drawn(opened(family), specs("a dog", "two cats"))
     assert np.abs(np.asarray(images, int) - np.asarray(reference, int)).mean() < 12
@@ -141,7 +141,7 @@ def test_half_precision_draws_a_finite_image_near_the_float32_one(family: str, d
 
 
 def test_a_image_the_safety_checker_withholds_is_an_error_and_not_a_black_square() -> None:
-    model = reopened(tiny_pipelines.built("stable_diffusion"))
+    model = reopened(tiny_models.built("stable_diffusion"))
     draw = type(model._pipe).run_safety_checker
 
     def flag_the_second(image: torch.Tensor, device: Any, dtype: Any) -> tuple[torch.Tensor, list[bool]]:
@@ -156,7 +156,7 @@ def test_a_image_the_safety_checker_withholds_is_an_error_and_not_a_black_square
 
 
 def test_a_image_of_another_size_than_asked_is_an_error_that_says_both_sizes() -> None:
-    model = reopened(tiny_pipelines.built("hunyuan"))
+    model = reopened(tiny_models.built("hunyuan"))
     (result,) = model.draw(specs("a dog", height=40), lambda: None).collect()  # without check, which refuses it
     assert isinstance(result, ImageError)
     assert "32 x 32" in str(result)
@@ -164,7 +164,7 @@ def test_a_image_of_another_size_than_asked_is_an_error_that_says_both_sizes() -
 
 
 def test_running_out_of_memory_in_the_decoder_is_not_swallowed() -> None:
-    model = reopened(tiny_pipelines.built("sana"))
+    model = reopened(tiny_models.built("sana"))
     handle = model._pipe.vae.decoder.register_forward_pre_hook(_no_memory)
     with pytest.warns(UserWarning, match="tiling"), pytest.raises(torch.OutOfMemoryError):
         model.draw(specs("a dog"), lambda: None)
@@ -177,7 +177,7 @@ def _no_memory(*_: Any) -> None:
 
 
 def test_an_interrupted_draw_leaves_nothing_behind() -> None:
-    model = reopened(tiny_pipelines.built("wan"), half_frame=True, cfg_truncation_step=2)
+    model = reopened(tiny_models.built("wan"), half_frame=True, cfg_truncation_step=2)
     wanted = specs("a dog", num_frames=9, steps=6)
     reference = drawn(model, wanted)
     num_steps = 0

@@ -1,4 +1,4 @@
-"""The laws of pipelines on a CUDA device: the same as on the CPU, and offloading, which only makes sense there."""
+"""Laws of pipelines on a CUDA device: as on the CPU, and offloading."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from safetensors.torch import load_file, save_file
 from halation.models.async_image_result import NonFiniteImageError
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS, NUM_WARM_UPS, CudaGraphForward
 from halation.models.pipelines.pipeline_model import PipelineModel
-from support import tiny_pipelines
-from support.pipeline_specs import PROMPTS, drawn, plain, reopened, specs
+from support import tiny_models
+from support.tiny_models import PROMPTS, drawn, plain, reopened, specs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
-FAMILIES = list(tiny_pipelines.FAMILIES)
+FAMILIES = list(tiny_models.FAMILIES)
 
 
 def reopen(family: str, **options: Any) -> PipelineModel:
-    return reopened(tiny_pipelines.built(family), **{"device": "cuda:0", "dtype": "bf16", **options})
+    return reopened(tiny_models.built(family), **{"device": "cuda:0", "dtype": "bf16", **options})
 
 
 def on_gpu(family: str, dtype: torch.dtype) -> Any:
     pipe = diffusers.DiffusionPipeline.from_pretrained(
-        str(tiny_pipelines.built(family)), dtype=dtype, use_safetensors=True
+        str(tiny_models.built(family)), dtype=dtype, use_safetensors=True
     ).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -81,7 +81,7 @@ def test_steering_works_under_offloading(offload: str) -> None:
 
 @pytest.mark.parametrize("offload", ["none", "model", "layers"])
 def test_an_overflow_is_repaired_on_a_gpu(offload: str, tmp_path: Path) -> None:
-    folder = tiny_pipelines.sd3(tmp_path / "p")
+    folder = tiny_models.sd3(tmp_path / "p")
     file = folder / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     tensors["decoder.conv_in.weight"] *= 2e5

@@ -1,4 +1,4 @@
-"""Tokenizers: without a whole vocabulary a folder is refused, and a prompt that is cut is named once."""
+"""A folder without a complete vocabulary is refused; a truncated prompt is logged once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import transformers
 
 from halation.errors import InputError
 from halation.models.pipelines.tokenizer_checks import check_has_vocabulary
-from support import tiny_pipelines
-from support.pipeline_specs import drawn, opened, reopened, specs
+from support import tiny_models
+from support.tiny_models import drawn, opened, reopened, specs
 
-FAMILIES = [*tiny_pipelines.FAMILIES, *tiny_pipelines.MORE_FAMILIES]
+FAMILIES = [*tiny_models.FAMILIES, *tiny_models.MORE_FAMILIES]
 TOKENIZERS = [
     (family, name)
     for family, names in {
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def copied(family: str, folder: Path) -> Path:
     """A pipeline folder of its own, whose weights are links: only what a test writes is a file of its own."""
-    return Path(shutil.copytree(tiny_pipelines.built(family), folder, copy_function=linked))
+    return Path(shutil.copytree(tiny_models.built(family), folder, copy_function=linked))
 
 
 def linked(source: str, target: str) -> None:
@@ -141,7 +141,7 @@ def longest_read(family: str) -> int:
 
 @pytest.mark.parametrize("family", list(LIMITS))
 def test_the_first_prompt_that_is_cut_is_named_once(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = reopened(tiny_pipelines.built(family))
+    model = reopened(tiny_models.built(family))
     fitting = " ".join(["dog"] * longest_read(family))
     wanted = specs(fitting, f"{fitting} dog", f"{fitting} cat", steps=2)
     with caplog.at_level(logging.WARNING, logger="halation"):
@@ -167,7 +167,7 @@ def test_what_is_said_to_have_no_effect_has_none_and_what_is_read_has(family: st
 
 
 def test_a_limit_that_is_asked_for_is_the_one_that_counts(caplog: pytest.LogCaptureFixture) -> None:
-    model = reopened(tiny_pipelines.built("wan"), arguments={"max_sequence_length": 16})
+    model = reopened(tiny_models.built("wan"), arguments={"max_sequence_length": 16})
     with caplog.at_level(logging.WARNING, logger="halation"):
         drawn(model, specs(" ".join(["dog"] * 15)))
         assert not warnings_of(caplog)

@@ -1,4 +1,4 @@
-"""Two transformers as one module: whose rows are whose, what the pipeline draws with them, and that they are not trained."""
+"""Two transformers as one module: the split of rows, equal images, and no training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from halation.models.denoiser import SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.wan_experts import ExpertPair
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import plain_pipe, specs
+from support import tiny_models
+from support.tiny_models import plain_pipe, specs
 
 
 def opened(folder: Path | None = None, **changes: Any) -> PipelineDenoiser:
     usual = {"dtype": "fp32", "weights_dtype": "fp32", "lora": None, "height": 32, "width": 32, "allow_experts": True}
-    return PipelineDenoiser.open(folder or tiny_pipelines.built("wan"), **{**usual, **changes})
+    return PipelineDenoiser.open(folder or tiny_models.built("wan"), **{**usual, **changes})
 
 
 def experts(denoiser: PipelineDenoiser) -> ExpertPair:
@@ -39,7 +39,7 @@ def rows(num: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
     return {
         "hidden_states": torch.randn(num, 16, 1, 4, 4, generator=generator),
-        "encoder_hidden_states": torch.randn(num, 512, tiny_pipelines.TEXT_HIDDEN, generator=generator),
+        "encoder_hidden_states": torch.randn(num, 512, tiny_models.TEXT_HIDDEN, generator=generator),
     }
 
 
@@ -143,7 +143,7 @@ def test_a_time_decides_which_expert_answers_the_denoiser() -> None:
         said = denoiser.forward(expert, x[own], t[own], {name: value[own] for name, value in condition.items()})
         assert torch.equal(answer[own], said)
     assert len(denoiser.shard_units()) == 4
-    assert denoiser.flops_per_image() < 2 * opened(tiny_pipelines.built("wan_one")).flops_per_image()
+    assert denoiser.flops_per_image() < 2 * opened(tiny_models.built("wan_one")).flops_per_image()
     assert build_denoiser(json.loads(json.dumps(denoiser.describe()))).describe() == denoiser.describe()
 
 
@@ -174,16 +174,16 @@ def without(folder: Path, target: Path, **changes: Any) -> Path:
 def test_two_experts_are_not_trained_and_the_message_says_what_is_done_instead() -> None:
     with pytest.raises(InputError, match="two transformers") as caught:
         opened(allow_experts=False)
-    assert f"halation distill --teacher_path {tiny_pipelines.built('wan')}" in caught.value.action
+    assert f"halation distill --teacher_path {tiny_models.built('wan')}" in caught.value.action
 
 
 def test_a_second_transformer_that_the_pipeline_never_calls_is_left_alone(tmp_path: Path) -> None:
-    denoiser = opened(without(tiny_pipelines.built("wan"), tmp_path / "wan", boundary_ratio=None), allow_experts=False)
+    denoiser = opened(without(tiny_models.built("wan"), tmp_path / "wan", boundary_ratio=None), allow_experts=False)
     assert not isinstance(denoiser.module, ExpertPair)
     assert denoiser._pipe.transformer_2 is None
 
 
 def test_a_pipeline_without_a_transformer_is_refused(tmp_path: Path) -> None:
-    folder = without(tiny_pipelines.built("wan"), tmp_path / "wan", transformer=[None, None])
+    folder = without(tiny_models.built("wan"), tmp_path / "wan", transformer=[None, None])
     with pytest.raises(InputError, match="has no transformer"):
         opened(folder)

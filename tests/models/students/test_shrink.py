@@ -1,4 +1,4 @@
-"""Weights of students from their teachers': what is kept, to the bit, and that what is kept is worth more than chance."""
+"""Weights that a student takes from its teacher: exact, and better than random ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halation.models.students.shrink import (
     evenly_spaced_indices,
     shrink_weights,
 )
-from support import tiny_pipelines
+from support import tiny_models
 
 PIPELINES = {
     "hunyuan": ("HunyuanDiT", "HunyuanDiTPipeline"),
@@ -173,7 +173,7 @@ def _dit(width: int) -> Any:
 
 
 def modules(family: str, **shape: Any) -> tuple[nn.Module, nn.Module, ShrinkPlan]:
-    folder = tiny_pipelines.built(family) / "transformer"
+    folder = tiny_models.built(family) / "transformer"
     before = json.loads((folder / "config.json").read_text())
     name, pipeline = PIPELINES[family]
     after, layers = transformer_config(pipeline, before, StudentConfig(**shape))
@@ -205,7 +205,8 @@ def test_every_weight_of_every_family_comes_from_the_teacher(family: str) -> Non
         assert torch.equal(weights[name], there[name][::2][:, columns])
 
 
-def test_blocks_that_a_family_makes_differently_take_from_the_nearest_that_is_like_them() -> None:
+def test_special_blocks_of_a_family_take_weights_from_the_nearest_like_them() -> None:
+    """Blocks that a family builds differently take weights from the nearest block like them."""
     teacher, student, cut = modules("sd3", layers=(0,))  # the last block of SD3 has no text to pass on
     weights = shrink_weights(teacher, student, cut)
     there = dict(teacher.named_parameters())

@@ -1,4 +1,4 @@
-"""The shape of a student: what its file may say, what is refused and with which numbers, and what each family makes of it."""
+"""The shape of a student: accepted settings, refusals with numbers, results per family."""
 
 from __future__ import annotations
 
@@ -203,7 +203,8 @@ def test_a_dit_may_read_with_fewer_channels_but_works_in_the_same_latents() -> N
         dit_config(dit(), StudentConfig(patch_size=5))
 
 
-def test_layers_are_spread_with_the_first_and_the_last_and_repeat_where_there_are_more() -> None:
+def test_layers_are_spread_from_first_to_last_and_repeat_if_there_are_more() -> None:
+    """Layers are spread evenly from the first to the last and repeat if the student has more."""
     assert select_layers(5, 40) == (0, 10, 20, 29, 39)
     assert select_layers(40, 40) == tuple(range(40))
     assert select_layers(1, 40) == (0,)

@@ -1,4 +1,4 @@
-"""Students in their pipelines: opened, found again from a description, exported, and drawn by diffusers alone."""
+"""Students in pipelines: opened, described, exported, and sampled by diffusers alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from halation.models.pipelines.training.lora import LoraSettings
 from halation.models.students.build import open_student
 from halation.models.students.config import StudentConfig
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import plain, specs
+from support import tiny_models
+from support.tiny_models import plain, specs
 
 FAMILIES = ["hunyuan", "pixart", "sd3", "flux", "wan"]
 SOME = ["hunyuan", "wan", *(pytest.param(family, marks=pytest.mark.slow) for family in ("pixart", "sd3", "flux"))]
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 def student_of(family: str | Path, shape: dict[str, Any] | None = None, **changes: Any) -> PipelineDenoiser:
-    folder = family if isinstance(family, Path) else tiny_pipelines.built(family)
+    folder = family if isinstance(family, Path) else tiny_models.built(family)
     usual: dict[str, Any] = {
         "init": "teacher",
         "seed": 5,
@@ -117,7 +117,7 @@ def test_a_description_and_the_trained_weights_make_the_same_student_again(famil
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_student_of_the_teachers_shape_begins_with_its_weights_to_the_bit(family: str) -> None:
-    folder, student = tiny_pipelines.built(family), student_of(family, few_steps=0)
+    folder, student = tiny_models.built(family), student_of(family, few_steps=0)
     component = "transformer_2" if family == "wan" else "transformer"
     file = load_file(folder / component / "diffusion_pytorch_model.safetensors")
     found = student.module.state_dict()
@@ -133,7 +133,7 @@ def test_random_students_differ_by_seed_alone_and_leave_the_global_generator() -
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["proj_out.weight"], third["proj_out.weight"])
-    teacher = load_file(tiny_pipelines.built("pixart") / "transformer" / "diffusion_pytorch_model.safetensors")
+    teacher = load_file(tiny_models.built("pixart") / "transformer" / "diffusion_pytorch_model.safetensors")
     assert not torch.equal(first["proj_out.weight"], teacher["proj_out.weight"])
 
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_a_student_is_refused(denoiser: DiTDenoiser) -> None:
 
 def test_folders_that_cannot_have_such_a_student_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(tiny_pipelines.built("wan"), folder)
+    shutil.copytree(tiny_models.built("wan"), folder)
     index = json.loads((folder / "model_index.json").read_text())
 
     def refused(changes: dict[str, Any], shape: dict[str, Any]) -> str:

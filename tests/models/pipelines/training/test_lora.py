@@ -1,4 +1,4 @@
-"""LoRA adapters: training begins at the base model, nothing else is trained, and bad settings are refused."""
+"""LoRA starts at the base model and trains nothing else; bad settings are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 from halation.errors import InputError
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
-from support import tiny_pipelines
+from support import tiny_models
 
 
 def opened(lora: LoraSettings | None, dtype: str = "fp32", seed: int = 0, family: str = "hunyuan") -> PipelineDenoiser:
     return PipelineDenoiser.open(
-        tiny_pipelines.built(family), dtype=dtype, weights_dtype="fp32", lora=lora, height=32, width=32, seed=seed
+        tiny_models.built(family), dtype=dtype, weights_dtype="fp32", lora=lora, height=32, width=32, seed=seed
     )
 
 

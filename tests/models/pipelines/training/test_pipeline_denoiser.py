@@ -1,4 +1,4 @@
-"""A pipeline folder as something to train: what is refused, how texts come and go, how it is found again."""
+"""A pipeline folder as a trainable model: refusals, text encoders, description."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from halation.models.denoiser import Condition, null_condition
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.lora import LoraSettings
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import specs
+from support import tiny_models
+from support.tiny_models import specs
 
 
 def opened(folder: Path, **changes: Any) -> PipelineDenoiser:
@@ -30,7 +30,7 @@ def opened(folder: Path, **changes: Any) -> PipelineDenoiser:
 
 def test_a_pipeline_of_another_family_is_refused_with_the_list() -> None:
     with pytest.raises(InputError, match="contains a StableDiffusionPipeline") as caught:
-        opened(tiny_pipelines.built("stable_diffusion"))
+        opened(tiny_models.built("stable_diffusion"))
     for name in ("HunyuanDiT", "PixArt", "SD3", "FLUX", "Wan"):
         assert name in caught.value.expected
 
@@ -43,9 +43,9 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "size"), [("hunyuan", (40, 64)), ("flux", (40, 64))])
 def test_a_size_that_does_not_divide_is_refused_with_the_nearest(family: str, size: tuple[int, int]) -> None:
     with pytest.raises(InputError, match="40 x 64") as caught:
-        opened(tiny_pipelines.built(family), height=size[0], width=size[1])
+        opened(tiny_models.built(family), height=size[0], width=size[1])
     assert "32 x 64" in caught.value.action
-    denoiser = opened(tiny_pipelines.built(family))
+    denoiser = opened(tiny_models.built(family))
     assert denoiser.sample_shape(64, 96) == (4, 8, 12)
     with pytest.raises(InputError, match="30 x 32"):
         denoiser.sample_shape(30, 32)
@@ -54,7 +54,7 @@ def test_a_size_that_does_not_divide_is_refused_with_the_nearest(family: str, si
 def test_weights_that_the_files_lack_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(tiny_pipelines.built("hunyuan"), tmp_path / "model")
+    shutil.copytree(tiny_models.built("hunyuan"), tmp_path / "model")
     file = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
     del weights["proj_out.weight"]
@@ -70,7 +70,7 @@ def test_weights_that_the_files_lack_are_refused(tmp_path: Path) -> None:
 def test_a_scheduler_that_the_family_is_not_trained_with_is_refused(
     family: str, scheduler: Any, tmp_path: Path
 ) -> None:
-    shutil.copytree(tiny_pipelines.built(family), tmp_path / "model")
+    shutil.copytree(tiny_models.built(family), tmp_path / "model")
     scheduler.save_pretrained(tmp_path / "model" / "scheduler")
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", type(scheduler).__name__]
@@ -80,7 +80,7 @@ def test_a_scheduler_that_the_family_is_not_trained_with_is_refused(
 
 
 def test_what_cannot_be_drawn_is_refused_before_the_module_runs() -> None:
-    denoiser = opened(tiny_pipelines.built("flux"))
+    denoiser = opened(tiny_models.built("flux"))
     wanted = specs("a cat", "a dog")
     with pytest.raises(InputError, match="negative prompt"):
         denoiser.prepare(SampleBatch(specs=(replace(wanted[0], negative_prompt="blue"),), num_real=1), "cpu")
@@ -96,7 +96,7 @@ class Noted(dict[str, Condition]):
 
 
 def test_texts_come_from_the_store_and_what_it_lacks_is_encoded_once() -> None:
-    denoiser = opened(tiny_pipelines.built("hunyuan"))
+    denoiser = opened(tiny_models.built("hunyuan"))
     with denoiser.load_text_encoders("cpu") as encode:
         assert denoiser._pipe.text_encoder is not None
         both = encode(["a red car", "a dog"])
@@ -120,7 +120,7 @@ def test_texts_come_from_the_store_and_what_it_lacks_is_encoded_once() -> None:
 
 
 def test_other_text_encoders_or_another_dtype_have_another_fingerprint(tmp_path: Path) -> None:
-    base = tiny_pipelines.built("hunyuan")
+    base = tiny_models.built("hunyuan")
     first = opened(base).text_fingerprint()
     assert opened(base).text_fingerprint() == first
     assert opened(base, dtype="bf16").text_fingerprint() != first
@@ -134,7 +134,7 @@ def test_other_text_encoders_or_another_dtype_have_another_fingerprint(tmp_path:
 
 
 def test_a_description_makes_the_same_denoiser_again_and_another_base_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(tiny_pipelines.built("pixart"), tmp_path / "model")
+    shutil.copytree(tiny_models.built("pixart"), tmp_path / "model")
     denoiser = opened(tmp_path / "model", lora=LoraSettings(rank=2, targets=("to_q",)))
     description = json.loads(json.dumps(denoiser.describe()))
     again = build_denoiser(description)
@@ -151,7 +151,7 @@ def test_a_description_makes_the_same_denoiser_again_and_another_base_is_refused
 
 
 def test_a_forward_costs_what_its_matrices_say() -> None:
-    small, large = opened(tiny_pipelines.built("hunyuan")), opened(tiny_pipelines.built("hunyuan"), height=64, width=64)
+    small, large = opened(tiny_models.built("hunyuan")), opened(tiny_models.built("hunyuan"), height=64, width=64)
     weights = sum(weight.numel() for block in small.shard_units() for weight in block.parameters() if weight.ndim == 2)
     assert small.flops_per_image() > 2 * 4 * weights  # four tokens, a multiply-add each
     assert small.flops_per_image() < large.flops_per_image() < 4 * small.flops_per_image()
@@ -159,5 +159,5 @@ def test_a_forward_costs_what_its_matrices_say() -> None:
     assert (small.space.channels, small.space.downsampling_factor) == (4, 8)
     assert small.default_size == (32, 32)
     assert small.defaults.guidance_scale == 5.0
-    assert opened(tiny_pipelines.built("flux")).defaults.guidance_scale == 3.5
-    assert opened(tiny_pipelines.built("sd3")).defaults.time_shift == 3.0
+    assert opened(tiny_models.built("flux")).defaults.guidance_scale == 3.5
+    assert opened(tiny_models.built("sd3")).defaults.time_shift == 3.0

@@ -1,4 +1,4 @@
-"""Exports of fine-tuned pipelines: folders that diffusers and Halation open, with the trained weights and nothing else changed."""
+"""Exports of fine-tuned pipelines open in diffusers and Halation with the trained weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.models.pipelines.training.export import LORA_FILE, export_pipeline
 from halation.models.pipelines.training.lora import LoraSettings
 from halation.sample_specs import SampleBatch
-from support import tiny_pipelines
-from support.pipeline_specs import drawn, plain, reopened, specs
+from support import tiny_models
+from support.tiny_models import drawn, plain, reopened, specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' DPM-Solver
 
@@ -54,7 +54,7 @@ def image(denoiser: PipelineDenoiser, prompt: str = "a red cat") -> np.ndarray:
 
 
 def test_an_export_draws_what_the_training_draws_and_everything_else_is_a_copy(tmp_path: Path) -> None:
-    base = tiny_pipelines.built("hunyuan")
+    base = tiny_models.built("hunyuan")
     denoiser = opened(base)
     before = image(denoiser)
     weights = trained(denoiser)
@@ -76,7 +76,7 @@ def test_an_export_draws_what_the_training_draws_and_everything_else_is_a_copy(t
 
 
 def test_an_export_of_wan_draws_with_its_own_call_what_the_training_draws(tmp_path: Path) -> None:
-    denoiser = opened(tiny_pipelines.built("wan_one"))
+    denoiser = opened(tiny_models.built("wan_one"))
     before = image(denoiser)
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser), raw=None)
     after = image(denoiser)
@@ -94,14 +94,14 @@ def test_an_export_of_wan_draws_with_its_own_call_what_the_training_draws(tmp_pa
     "family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "wan_one"))]
 )
 def test_adapters_are_merged_and_also_what_load_lora_weights_takes(family: str, tmp_path: Path) -> None:
-    denoiser = opened(tiny_pipelines.built(family), LoraSettings(rank=2, alpha=6.0))
+    denoiser = opened(tiny_models.built(family), LoraSettings(rank=2, alpha=6.0))
     weights = trained(denoiser, 0.2)
     export_pipeline(denoiser, tmp_path / "export", averaged=weights, raw=None)
     after = image(denoiser)
     merged = image(opened(tmp_path / "export"))
-    assert np.abs(after.astype(int) - image(opened(tiny_pipelines.built(family))).astype(int)).max() > 3
+    assert np.abs(after.astype(int) - image(opened(tiny_models.built(family))).astype(int)).max() > 3
     assert np.abs(merged.astype(int) - after.astype(int)).max() <= 1
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built(family)), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built(family)), use_safetensors=True)
     pipe.load_lora_weights(str(tmp_path / "export" / LORA_FILE))
     pipe.set_progress_bar_config(disable=True)
     output = pipe(
@@ -121,7 +121,7 @@ def test_adapters_are_merged_and_also_what_load_lora_weights_takes(family: str, 
 
 
 def test_adapters_that_are_exported_again_have_the_same_bytes(tmp_path: Path) -> None:
-    denoiser = opened(tiny_pipelines.built("sd3"), LoraSettings(rank=2))
+    denoiser = opened(tiny_models.built("sd3"), LoraSettings(rank=2))
     weights = trained(denoiser, 0.2)
     found = set()
     for _again in range(8):
@@ -130,10 +130,11 @@ def test_adapters_that_are_exported_again_have_the_same_bytes(tmp_path: Path) ->
     assert len(found) == 1
 
 
-def test_merged_weights_keep_the_dtype_of_the_base_and_hunyuan_has_its_adapters_beside_it(tmp_path: Path) -> None:
+def test_merged_weights_keep_the_base_dtype_and_hunyuan_keeps_adapters_apart(tmp_path: Path) -> None:
+    """Merged weights keep the dtype of the base; Hunyuan's export has its adapters beside it."""
     base = tmp_path / "half"
     diffusers.DiffusionPipeline.from_pretrained(
-        str(tiny_pipelines.built("hunyuan")), dtype=torch.bfloat16
+        str(tiny_models.built("hunyuan")), dtype=torch.bfloat16
     ).save_pretrained(base)
     denoiser = opened(base, LoraSettings(rank=2), dtype="bf16")
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser, 0.3), raw=None)
@@ -149,7 +150,7 @@ def test_merged_weights_keep_the_dtype_of_the_base_and_hunyuan_has_its_adapters_
 
 @pytest.mark.slow
 def test_a_base_in_one_variant_is_exported_under_plain_names(tmp_path: Path) -> None:
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("pixart")), dtype=torch.float16)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("pixart")), dtype=torch.float16)
     pipe.save_pretrained(tmp_path / "base", variant="fp16", max_shard_size="20KB")
     (tmp_path / "base" / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"a pickle")
     (tmp_path / "base" / "LICENSE.md").write_text("Be kind.")
@@ -169,14 +170,14 @@ def test_weights_over_the_limit_lie_in_shards_that_diffusers_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "_MAX_SHARD", 60_000)
-    denoiser = opened(tiny_pipelines.built("pixart"))
+    denoiser = opened(tiny_models.built("pixart"))
     export_pipeline(denoiser, tmp_path / "export", averaged=trained(denoiser), raw=None)
     assert len(list((tmp_path / "export" / "transformer").glob("*-of-*.safetensors"))) > 2
     np.testing.assert_array_equal(image(opened(tmp_path / "export")), image(denoiser))
 
 
 def test_a_second_export_replaces_the_first_and_a_failed_one_leaves_it(tmp_path: Path) -> None:
-    denoiser = opened(tiny_pipelines.built("pixart"))
+    denoiser = opened(tiny_models.built("pixart"))
     first = trained(denoiser)
     export_pipeline(denoiser, tmp_path / "export", averaged=first, raw=None)
     lacking = dict(first)
@@ -211,7 +212,7 @@ export_pipeline(denoiser, Path(sys.argv[2]), averaged=dict(denoiser.module.named
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["export.component:2", "export.weights:1", "export.written:1"])
 def test_a_killed_export_leaves_no_folder_and_the_next_one_sweeps(point: str, tmp_path: Path) -> None:
-    base = tiny_pipelines.built("pixart")
+    base = tiny_models.built("pixart")
     environment = {**os.environ, "HALATION_FAULT": f"{point}:kill"}
     command = [sys.executable, "-c", _KILLED, str(base), str(tmp_path / "export")]
     assert subprocess.run(command, env=environment, check=False, capture_output=True).returncode == -9

@@ -1,4 +1,4 @@
-"""The laws of training diffusers families: their own training code's loss, their own pipeline's samples, each on a tiny real model."""
+"""Laws of training diffusers families: their own loss and samples, on tiny real models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from halation.models.denoiser import Condition, SolverSettings
 from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.training.loop import denoising_objective
-from support import tiny_pipelines
-from support.pipeline_specs import plain_pipe
+from support import tiny_models
+from support.tiny_models import plain_pipe
 
 FAMILIES = ["hunyuan", "pixart", "pixart_sigma", "sd3", "flux", "wan_one"]
 HEIGHT, WIDTH = 32, 48
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def opened(family: str | Path, **changes: Any) -> PipelineDenoiser:
-    folder = family if isinstance(family, Path) else tiny_pipelines.built(family)
+    folder = family if isinstance(family, Path) else tiny_models.built(family)
     usual = {"dtype": "fp32", "weights_dtype": "fp32", "lora": None, "height": HEIGHT, "width": WIDTH}
     return PipelineDenoiser.open(folder, **{**usual, **changes})
 
@@ -279,7 +279,8 @@ def test_prompt_seed_steps_and_guidance_each_change_a_sample_and_neighbours_do_n
 
 
 @pytest.mark.parametrize("family", ["hunyuan", "flux", pytest.param("wan_one", marks=pytest.mark.slow)])
-def test_recomputed_activations_give_the_same_gradients_and_half_precision_trains_everything(family: str) -> None:
+def test_recomputed_activations_and_half_precision_train_everything(family: str) -> None:
+    """Recomputed activations give the same gradients, and half precision trains every weight."""
     denoiser = opened(family)
     rows = Rows(denoiser, torch.tensor([0.2, 0.7]))
 
@@ -316,7 +317,7 @@ def test_weights_in_bfloat16_train_and_draw(family: str, text: str) -> None:
 
 
 def test_flux_without_distilled_guidance_trains_and_draws(tmp_path: Path) -> None:
-    folder = tiny_pipelines.flux(tmp_path / "schnell", guidance_embeds=False)
+    folder = tiny_models.flux(tmp_path / "schnell", guidance_embeds=False)
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(folder))
     denoiser = opened(folder)
     agrees("flux", pipe, denoiser)
@@ -344,7 +345,7 @@ def test_wan_with_a_time_for_each_token_trains_and_draws(tmp_path: Path) -> None
 
 def test_sd3_without_its_t5_trains_and_draws(tmp_path: Path) -> None:
     plain = diffusers.DiffusionPipeline.from_pretrained(
-        str(tiny_pipelines.built("sd3")), text_encoder_3=None, tokenizer_3=None
+        str(tiny_models.built("sd3")), text_encoder_3=None, tokenizer_3=None
     )
     plain.save_pretrained(tmp_path / "sd3")
     denoiser = opened(tmp_path / "sd3")
@@ -353,12 +354,12 @@ def test_sd3_without_its_t5_trains_and_draws(tmp_path: Path) -> None:
 
 
 def test_pixart_is_told_the_size_of_the_image_where_it_asks(tmp_path: Path) -> None:
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_pipelines.built("pixart")))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("pixart")))
     sized = {"use_additional_conditions": True, "sample_size": 128, "attention_head_dim": 12, "cross_attention_dim": 48}
     config = {**pipe.transformer.config, **sized}
     with torch.random.fork_rng(devices=[]):
         pipe.register_modules(transformer=diffusers.PixArtTransformer2DModel.from_config(config))
-    tiny_pipelines.awaken(pipe.transformer)
+    tiny_models.awaken(pipe.transformer)
     pipe.save_pretrained(tmp_path / "sized")
     denoiser = opened(tmp_path / "sized")
     rows = Rows(denoiser, torch.tensor([0.2005, 0.7005]))

@@ -1,7 +1,8 @@
-"""Tiny real diffusers pipelines, made from config with random weights and tokenizers built on the spot.
+"""Tiny real pipelines and feature extractors, built from config with random weights.
 
-Every builder writes a complete folder for `DiffusionPipeline.from_pretrained`: a few megabytes, safetensors, fixed seeds. Heads
-and gates that initialisation leaves at zero are filled, so that prompt, seed, steps and guidance all reach the pixels.
+Every pipeline builder writes a complete folder for `DiffusionPipeline.from_pretrained`: a few megabytes, safetensors, fixed
+seeds. Heads and gates that initialisation leaves at zero are filled, so that prompt, seed, steps and guidance all reach the
+pixels.
 """
 
 from __future__ import annotations
@@ -10,22 +11,38 @@ import functools
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
+import pytest
 import tokenizers
 import torch
 import transformers
 from diffusers.pipelines.sana.pipeline_sana import SanaPipeline
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from halation.models.async_image_result import Frames
+from halation.models.pipelines.pipeline_model import PipelineModel, open_pipeline
+from halation.sample_specs import SampleSpec
 
 HIDDEN = 32
 TEXT_HIDDEN = 32
 WORDS = (
     *("a", "an", "the", "of", "on", "in", "at", "with", "and", "two", "three", "red", "green", "blue", "cat", "dog"),
     *("car", "tree", "house", "street", "night", "day", "photo", "painting"),
+)
+PROMPTS = (
+    "a red cat on the street",
+    "two blue houses at night, a painting",
+    "dog",
+    "three green trees and a car by day",
+)
+needs_inductor = pytest.mark.skipif(
+    " " in torch.__file__, reason="inductor's call of the C++ compiler breaks at a space in torch's path"
 )
 
 
@@ -154,7 +171,7 @@ def _vae(latent_channels: int = 4, *, seed: int = 21, shift: float | None = None
 
 
 def hunyuan(folder: Path, *, hidden: int = HIDDEN, num_layers: int = 2) -> Path:
-    """HunyuanDiT: BERT and T5, a DDPM scheduler, guidance by one doubled batch. `hidden` makes the denoiser as big as a test needs."""
+    """HunyuanDiT: BERT and T5, a DDPM scheduler, guidance by one doubled batch; `hidden` sets the size."""
     first, second = bert_tokenizer(), t5_tokenizer()
     bert = transformers.BertConfig(
         vocab_size=len(first),
@@ -439,7 +456,7 @@ def stable_diffusion_xl(folder: Path) -> Path:
 
 
 def aura_flow(folder: Path) -> Path:
-    """AuraFlow, which stands for the families Halation has no table entry for."""
+    """AuraFlow, a family that Halation has no table entry for."""
     tokenizer = t5_tokenizer()
     transformer = _seeded(
         lambda: diffusers.AuraFlowTransformer2DModel(
@@ -500,3 +517,143 @@ def _session_folder() -> tempfile.TemporaryDirectory[str]:
 def built(family: str) -> Path:
     """The family's folder, built once a process and shared: read it, never write into it."""
     return {**FAMILIES, **MORE_FAMILIES, **VARIANTS}[family](Path(_session_folder().name) / family)
+
+
+# Images of a pipeline: by Halation, and by the pipeline alone
+
+
+def specs(*prompts: str, **changes: Any) -> list[SampleSpec]:
+    common = {"height": 32, "width": 32, "steps": 3, "guidance_scale": 4.0, **changes}
+    first = int(common.pop("seed", 7))
+    return [
+        SampleSpec(index=index, id=str(index), prompt=prompt, seed=first + index, **common)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+@functools.cache
+def opened(family: str) -> PipelineModel:
+    """One model of each family, shared by tests that do not change it."""
+    return open_pipeline(built(family), dtype="fp32", device="cpu")
+
+
+@functools.cache
+def plain_pipe(family: str) -> Any:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(built(family)), use_safetensors=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def drawn(model: PipelineModel, wanted: Sequence[SampleSpec]) -> list[Frames]:
+    images = model.draw(wanted, lambda: None).collect()
+    for image in images:
+        assert isinstance(image, np.ndarray), image
+    return images  # type: ignore[return-value]
+
+
+def plain(pipe: Any, wanted: Sequence[SampleSpec], **arguments: Any) -> list[Frames]:
+    """The images that the pipeline itself returns."""
+    first = wanted[0]
+    name = type(pipe).__name__
+    if name in ("HunyuanDiTPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline", "SanaPipeline"):
+        arguments["use_resolution_binning"] = False
+    zeroed = name == "StableDiffusionXLPipeline" and not any(spec.negative_prompt for spec in wanted)
+    if (name != "FluxPipeline" or "true_cfg_scale" in arguments) and not zeroed:
+        arguments["negative_prompt"] = [spec.negative_prompt for spec in wanted]
+    if name == "WanPipeline":
+        arguments["num_frames"] = first.num_frames
+    output = pipe(
+        prompt=[spec.prompt for spec in wanted],
+        generator=[torch.Generator("cpu").manual_seed(spec.seed) for spec in wanted],
+        num_inference_steps=first.steps,
+        guidance_scale=first.guidance_scale,
+        height=first.height,
+        width=first.width,
+        output_type="pil",
+        **arguments,
+    )[0]
+    videos = [video if isinstance(video, list) else [video] for video in output]
+    return [np.stack([np.asarray(frame) for frame in video]) for video in videos]
+
+
+def reopened(path: Path, **options: Any) -> PipelineModel:
+    return open_pipeline(path, **{"dtype": "fp32", "device": "cpu", **options})
+
+
+# Feature extractors
+
+
+@functools.cache
+def _inception(seed: int) -> dict[str, Tensor]:
+    from benchmarks import scored
+
+    return scored.inception_tensors(seed)
+
+
+def inception_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of FID's Inception."""
+    return dict(_inception(seed))
+
+
+def inception_pth(file: Path, seed: int = 0, *, zipped: bool = True) -> Path:
+    """A state dict by torch.save, as released by pytorch-fid; not `zipped` is the format before torch 1.6."""
+    torch.save(inception_tensors(seed), file, _use_new_zipfile_serialization=zipped)
+    return file
+
+
+def inception_safetensors(file: Path, seed: int = 0) -> Path:
+    save_file(inception_tensors(seed), str(file))
+    return file
+
+
+def clip_model(folder: Path, *, seed: int = 0, image_size: int = 32, **preprocessing: Any) -> Path:
+    """A CLIP folder with model, tokenizer and preprocessor_config.json, which `preprocessing` overrides."""
+    tokenizer = clip_tokenizer()
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": image_size,
+        "patch_size": 8,
+    }
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    _save_extractor(transformers.CLIPModel, config, folder, seed)
+    tokenizer.save_pretrained(folder)
+    crop = {"height": image_size, "width": image_size}
+    settings = {"size": {"shortest_edge": image_size}, "crop_size": crop, **preprocessing}
+    transformers.CLIPImageProcessorPil(**settings).save_pretrained(folder)
+    return folder
+
+
+def dinov2_model(folder: Path, *, seed: int = 0, num_registers: int = 0) -> Path:
+    """A DINOv2 folder made for 56 x 56 pixels and, like the real ones, used at another size."""
+    size: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56}
+    if num_registers:
+        registers = transformers.Dinov2WithRegistersConfig(patch_size=14, num_register_tokens=num_registers, **size)
+        return _save_extractor(transformers.Dinov2WithRegistersModel, registers, folder, seed)
+    return _save_extractor(transformers.Dinov2Model, transformers.Dinov2Config(patch_size=14, **size), folder, seed)
+
+
+def _save_extractor(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = awaken(kind(config), seed=seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(6)  # the families' own initialisation is so small that two images look alike
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(folder)
+    return folder
