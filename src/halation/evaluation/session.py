@@ -18,23 +18,10 @@ from halation.distributed.launcher import describe_device
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import World, run_on_rank_zero
 from halation.errors import HalationError, InputError, Interrupted
-from halation.evaluation import saved_statistics
+from halation.evaluation import evaluator, saved_statistics
 from halation.evaluation.config import EvaluateConfig, check_reference, fid_conflict
 from halation.evaluation.drawn_images import SampledImages
-from halation.evaluation.evaluator import (
-    EvaluatedImages,
-    Evaluator,
-    ExtractorPlan,
-    FeatureSets,
-    Heartbeat,
-    Writers,
-    extractor_facts,
-    first_image_size,
-    library_versions,
-    metric_settings,
-    plan_extractors,
-    without_paths,
-)
+from halation.evaluation.evaluator import EvaluatedImages, Evaluator, ExtractorPlan, FeatureSets, Heartbeat, Writers
 from halation.evaluation.extractors.extractor import Extractor
 from halation.evaluation.generated_folder import match_prompts, open_generated
 from halation.evaluation.image_sources import ImageFiles, ImageSource, StreetImages, find_image_files
@@ -60,7 +47,7 @@ class EvaluationSession:
         self.cache = cache
         self.start_time = time.perf_counter()
         self.device_name = describe_device(str(world.device))
-        self.plan = plan_extractors(config)
+        self.plan = evaluator.plan_extractors(config)
         self.generated = generated or open_images(config)
         if isinstance(self.generated, ModelImages):
             self.generated = replace(self.generated, config=config, device=self.device_name)
@@ -74,7 +61,7 @@ class EvaluationSession:
                 "ranks see different images: the folder changed during the run or differs between machines"
             )
         self.extractors = self._open_extractors()
-        self.facts = {label: extractor_facts(extractor) for label, extractor in self.extractors.items()}
+        self.facts = {label: evaluator.extractor_facts(extractor) for label, extractor in self.extractors.items()}
         self.saved_reference = read_saved_reference(config, self.plan, self.facts)
         self.evaluator = Evaluator(world, config, self.plan, self.extractors, self.facts, self._feature_folder)
 
@@ -98,7 +85,7 @@ class EvaluationSession:
         layout, captions = layout_and_captions
         threads = self.config.threads if self.device_name == "cpu" else 0
         libraries = [version(name) for name in ("torch", "transformers", "numpy", "pillow")]
-        how = [without_paths(self.facts[label]), layout, threads, self.device_name, libraries, captions]
+        how = [evaluator.without_paths(self.facts[label]), layout, threads, self.device_name, libraries, captions]
         return self.cache / source.key[:24] / hash_json(how)[:24]
 
     def run(self) -> dict[str, Any]:
@@ -153,7 +140,7 @@ class EvaluationSession:
         if isinstance(self.generated, ModelImages):
             height, width = self.generated.specs[0].height, self.generated.specs[0].width
         else:
-            height, width = first_image_size(self.generated)
+            height, width = evaluator.first_image_size(self.generated)
         if height != width or not MIN_SIZE <= height <= MAX_SIZE:
             raise InputError(
                 f"images of {width} x {height} pixels against street scenes",
@@ -231,7 +218,7 @@ class EvaluationSession:
 
     def _save_statistics(self, path: Path, features: metric_computation.FeatureSet) -> None:
         assert isinstance(features.moments, metric_computation.Moments)
-        about = {"source": self.generated.facts, "source_hash": features.hash, "versions": library_versions()}
+        about = {"source": self.generated.facts, "source_hash": features.hash, "versions": evaluator.library_versions()}
         saved_statistics.write_statistics(path, features.moments, features.features, {**self.facts["main"], **about})
 
 
@@ -317,21 +304,23 @@ def resolve_config(config: EvaluateConfig, source: ImageFiles | ModelImages) -> 
             "give --prompts FILE, or an output folder of `halation generate`",
         )
     for metric in metrics:  # before weights are opened or downloaded
-        metric_computation.check_num_images(metric, 0, {"generated": len(source)}, metric_settings(config, "cpu"))
+        metric_computation.check_num_images(
+            metric, 0, {"generated": len(source)}, evaluator.metric_settings(config, "cpu")
+        )
     return config
 
 
 def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
     """Check all that an evaluation needs except the images; return the extractor facts."""
     config = replace(config, extractor=choose_extractor(config))
-    plan = plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
+    plan = evaluator.plan_extractors(replace(config, metrics=config.metrics or ("fd", "kid")))
     fid_conflict().check(config)
     check_reference(config, plan.reference_labels)
     facts, errors = {}, []
     for label in plan.extractors:
         try:
             extractor = plan.open_extractor(label, config, "cpu")
-            facts[label] = extractor_facts(extractor)
+            facts[label] = evaluator.extractor_facts(extractor)
             if label == plan.metric_labels.get("clip"):
                 extractor.embed_texts(("a prompt",))  # the text encoder is a separate part of the model
         except InputError as error:
@@ -360,6 +349,6 @@ def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
             **({"reference": num_reference} if metric in metric_computation.NEEDS_REFERENCE else {}),
         }
         metric_computation.check_num_images(
-            metric, facts[label]["num_features"], num_images, metric_settings(config, "cpu")
+            metric, facts[label]["num_features"], num_images, evaluator.metric_settings(config, "cpu")
         )
     return list(facts.values())

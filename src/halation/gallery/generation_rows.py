@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.generation.ledger import DONE, FAILED, OPEN, STATES, Indices, RowState, count_planned
-from halation.generation.read_only_ledger import iter_texts, read_facts, read_rows, read_unfinished, select_rows
+from halation.generation.read_only_ledger import LedgerConnection
 from halation.input_files import MAX_TABLE_ROWS
 
 ABSENT = -1
@@ -27,8 +27,8 @@ VARIABLE_PART = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|[^\s/]{0,200}/\S*[^\s:;,
 class RowIndex:
     """State, worker, seed and size of every row; an update reads only unfinished rows."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.facts = read_facts(connection)
+    def __init__(self, connection: LedgerConnection) -> None:
+        self.facts = connection.read_facts()
         self.worker_names: list[str] = []
         """Names of the workers, by their number in `workers`."""
         self.states: npt.NDArray[np.int8] = np.zeros(0, np.int8)
@@ -45,9 +45,9 @@ class RowIndex:
     def __len__(self) -> int:
         return len(self.states)
 
-    def _add_rows(self, connection: sqlite3.Connection, first: int) -> None:
+    def _add_rows(self, connection: LedgerConnection, first: int) -> None:
         """Add the new rows from `first` on."""
-        rows = read_rows(connection, first)
+        rows = connection.read_rows(first)
         if not rows:
             return
         image, state, seed, size, worker, num_frames = zip(*rows, strict=True)
@@ -75,19 +75,19 @@ class RowIndex:
             self.worker_names.append(worker)
         return self._worker_numbers[worker]
 
-    def update(self, connection: sqlite3.Connection) -> bool:
+    def update(self, connection: LedgerConnection) -> bool:
         """Update changed rows; return False if the plan changed and all rows must be read again."""
         num_planned = count_planned(connection)
-        if read_facts(connection) != self.facts or num_planned < len(self):
+        if connection.read_facts() != self.facts or num_planned < len(self):
             return False
         self._update_states(connection)
         if num_planned > len(self):
             self._add_rows(connection, len(self))
         return True
 
-    def _update_states(self, connection: sqlite3.Connection) -> None:
+    def _update_states(self, connection: LedgerConnection) -> None:
         """Update states from the ledger's index of unfinished rows; all other rows are done."""
-        unfinished = read_unfinished(connection)
+        unfinished = connection.read_unfinished()
         states = np.where(self.states == ABSENT, ABSENT, DONE).astype(np.int8)
         if unfinished:
             pairs = np.array(unfinished, np.int64)
@@ -97,7 +97,7 @@ class RowIndex:
         self.states = states
         # A row that failed again may have failed on another worker.
         changed_rows = [*newly_done.tolist(), *np.flatnonzero(states == FAILED).tolist()]
-        for index, worker, seed, size in select_rows(connection, changed_rows, "worker, seed, (width << 20) | height"):
+        for index, worker, seed, size in connection.select_rows(changed_rows, "worker, seed, (width << 20) | height"):
             self.workers[index], self.seeds[index], self.sizes[index] = self._register_worker(worker), seed, size
         if len(newly_done):
             self.last_done = int(newly_done[-1])
@@ -105,9 +105,9 @@ class RowIndex:
             done = np.flatnonzero(states == DONE)
             self.last_done = int(done[-1]) if len(done) else -1
 
-    def read_texts(self, connection: sqlite3.Connection) -> None:
+    def read_texts(self, connection: LedgerConnection) -> None:
         """Read the texts of rows that have none yet."""
-        for image, text in iter_texts(connection, len(self.texts)):
+        for image, text in connection.iter_texts(len(self.texts)):
             self.texts += [""] * (image - len(self.texts))
             self.texts.append(text.casefold())
 

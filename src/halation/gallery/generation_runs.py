@@ -19,7 +19,7 @@ from halation.gallery.run_catalog import RunEntry
 from halation.gallery.run_file_reader import RunState, read_last_lines, read_record, read_run_state, read_stamp
 from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
 from halation.generation.metadata_and_summary import frame_name
-from halation.generation.read_only_ledger import count_failure_reasons, find_last_done, open_ledger, select_rows
+from halation.generation.read_only_ledger import LedgerConnection, open_ledger
 
 PROMPT_COLUMNS = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale")
 FLAGS = ("model_path", "num_frames", "scheduler", "raw", "pipeline_args", "batch_size", "dtype", "compile")
@@ -170,13 +170,13 @@ class GenerationRun(RunEntry):
             self._index.count_by_worker() if self._index is not None else None,
         )
 
-    def _find_latest_image(self, connection: sqlite3.Connection) -> dict[str, str] | None:
+    def _find_latest_image(self, connection: LedgerConnection) -> dict[str, str] | None:
         """The latest image, approximately: rows are generated roughly in order."""
         if self._index is not None:
             last = self._index.last_done
         else:
-            last = find_last_done(connection, below=self._counts["planned"] - self._counts["open"] + 64)
-        rows = list(select_rows(connection, [last], "sha256")) if last >= 0 else []
+            last = connection.find_last_done(below=self._counts["planned"] - self._counts["open"] + 64)
+        rows = list(connection.select_rows([last], "sha256")) if last >= 0 else []
         return {"key": f"g{rows[0][0]}", "v": _image_version(rows[0][1])} if rows else None
 
     def _record_rate(self) -> None:
@@ -261,7 +261,7 @@ class GenerationRun(RunEntry):
     def _failure_reasons(self) -> list[list[Any]]:
         with self._ledger.connect() as connection:
             counts: Counter[str] = Counter()
-            for reason, number in count_failure_reasons(connection):
+            for reason, number in connection.count_failure_reasons():
                 counts[(reason.strip().splitlines() or ["no reason given"])[0]] += number
         return [[reason, number] for reason, number in group_reasons(counts).most_common(MAX_REASONS)]
 
@@ -272,7 +272,7 @@ class GenerationRun(RunEntry):
             page = indices[query.offset : query.offset + query.limit].tolist()
             with self._lock, self._ledger.connect() as connection:
                 columns = "id, prompt, seed, state, width, height, worker, reason, sha256, num_frames"
-                rows = sorted(select_rows(connection, page, columns))
+                rows = sorted(connection.select_rows(page, columns))
         except sqlite3.Error:
             return {"total": 0, "rows": []}
         return {"total": len(indices), "rows": [_row_json(row) for row in rows]}
@@ -338,7 +338,7 @@ class GenerationRun(RunEntry):
             return {}
         try:
             with self._lock, self._ledger.connect() as connection:
-                rows = list(select_rows(connection, [int(match[1])], ", ".join(columns)))
+                rows = list(connection.select_rows([int(match[1])], ", ".join(columns)))
         except sqlite3.Error:
             return {}
         return dict(zip(("picture", *columns), rows[0], strict=True)) if rows else {}
@@ -357,7 +357,7 @@ class GenerationRun(RunEntry):
 
 
 @contextlib.contextmanager
-def _read_snapshot(connection: sqlite3.Connection) -> Iterator[None]:
+def _read_snapshot(connection: LedgerConnection) -> Iterator[None]:
     """Read transaction, so that all reads see the same snapshot."""
     connection.execute("BEGIN")
     try:

@@ -53,13 +53,16 @@ DIGEST_BLOCK_BYTES = 1 << 20
 MAX_OUTCOMES_IN_LOG = 4_000
 """After this many outcomes, the write-ahead log is checkpointed into the file and the digest is recomputed."""
 
-# `unfinished` is a partial index, so that a resume reads only the missing rows.
+# `unfinished` is a partial index, so that a resume reads only the missing rows. SQLite stores this text in the file, and
+# ledgers of earlier versions must have the same: a backslash joins lines.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE, negative INTEGER);
 CREATE TABLE IF NOT EXISTS pictures(
-    picture INTEGER PRIMARY KEY, name TEXT NOT NULL, id TEXT NOT NULL, prompt TEXT NOT NULL, negative_prompt TEXT NOT NULL,
-    seed INTEGER NOT NULL, height INTEGER NOT NULL, width INTEGER NOT NULL, num_frames INTEGER NOT NULL, steps INTEGER NOT NULL,
+    picture INTEGER PRIMARY KEY, name TEXT NOT NULL, id TEXT NOT NULL, prompt TEXT NOT NULL, \
+negative_prompt TEXT NOT NULL,
+    seed INTEGER NOT NULL, height INTEGER NOT NULL, width INTEGER NOT NULL, num_frames INTEGER NOT NULL, \
+steps INTEGER NOT NULL,
     guidance_scale REAL NOT NULL, shape INTEGER NOT NULL,
     state INTEGER NOT NULL DEFAULT 0, sha256 TEXT NOT NULL DEFAULT '', num_bytes INTEGER NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '', seconds REAL NOT NULL DEFAULT 0, micro_batch INTEGER NOT NULL DEFAULT 0,
@@ -252,7 +255,8 @@ class Ledger:
     def _remove_wal(self) -> None:
         """Remove an empty log that a reader kept alive.
 
-        The last connection to close removes the log, but a read-only one cannot. Retry a few times, in case the reader closes.
+        The last connection to close removes the log, but a read-only one cannot. Retry a few times, in case the reader
+        closes.
         """
         wal_path = self._log_path
         for wait_s in CLOSE_WAITS_S:

@@ -34,13 +34,57 @@ MAX_SQL_PARAMETERS = 500
 """Maximum number of row numbers in one query."""
 
 
+class LedgerConnection(sqlite3.Connection):
+    """A connection to the tables of a ledger, with the queries of its readers."""
+
+    def read_facts(self) -> list[tuple[str, str]]:
+        """Return the facts that identify the plan."""
+        return self.execute("SELECT key, value FROM facts ORDER BY key").fetchall()
+
+    def read_rows(self, first: int) -> list[tuple[Any, ...]]:
+        """Return the rows from `first` on.
+
+        Columns: index, state, seed, size (width << 20 | height), worker and number of frames.
+        """
+        columns = "picture, state, seed, (width << 20) | height, worker, num_frames"
+        return self.execute(f"SELECT {columns} FROM pictures WHERE picture >= ?", (first,)).fetchall()
+
+    def read_unfinished(self) -> list[tuple[int, int]]:
+        """Return index and state of the rows that are not done."""
+        return self.execute("SELECT picture, state FROM pictures WHERE state != 1").fetchall()
+
+    def iter_texts(self, first: int) -> Iterator[tuple[int, str]]:
+        """Iterate over the rows from `first` on: index, and prompt and id as two lines."""
+        query = "SELECT picture, prompt || char(10) || id FROM pictures WHERE picture >= ? ORDER BY picture"
+        return iter(self.execute(query, (first,)))
+
+    def find_last_done(self, below: int) -> int:
+        """Return the last done row below this index, or -1."""
+        query = "SELECT picture FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
+        row = self.execute(query, (below,)).fetchone()
+        return int(row[0]) if row else -1
+
+    def count_failure_reasons(self) -> list[tuple[str, int]]:
+        """Return each reason of a failure with its number of rows."""
+        # `state != 1` lets SQLite use the index of unfinished rows.
+        query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {ledger.FAILED} GROUP BY reason"
+        return self.execute(query).fetchall()
+
+    def select_rows(self, indices: Sequence[int], columns: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the index and these columns of the given rows, in no particular order."""
+        for start in range(0, len(indices), MAX_SQL_PARAMETERS):
+            chunk = indices[start : start + MAX_SQL_PARAMETERS]
+            placeholders = ", ".join("?" * len(chunk))
+            yield from self.execute(f"SELECT picture, {columns} FROM pictures WHERE picture IN ({placeholders})", chunk)
+
+
 class LedgerReader(Protocol):
     """Provides connections to the tables of a ledger; used by one thread at a time."""
 
     def poll(self) -> bool:
         """Return True if rows may have changed since the last call; only stats files if not."""
 
-    def connect(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+    def connect(self) -> contextlib.AbstractContextManager[LedgerConnection]:
         """Return a short-lived connection; raise sqlite3.Error if the ledger is damaged or gone."""
 
     def list_lease_files(self) -> list[Path]:
@@ -78,14 +122,14 @@ class SqliteLedgerReader:
         return []
 
     @contextlib.contextmanager
-    def connect(self) -> Iterator[sqlite3.Connection]:
+    def connect(self) -> Iterator[LedgerConnection]:
         connection = self._open_connection()
         try:
             yield connection
         finally:
             connection.close()
 
-    def _open_connection(self) -> sqlite3.Connection:
+    def _open_connection(self) -> LedgerConnection:
         """Open the ledger read-only.
 
         Without a log, no command has the ledger open. It is then opened as immutable, or SQLite would create a log.
@@ -97,7 +141,9 @@ class SqliteLedgerReader:
         modes = ("mode=ro", "immutable=1") if os.path.isfile(self.wal_path) else ("immutable=1",)
         for mode in modes:
             uri = f"file:{urllib.parse.quote(str(self.path))}?{mode}"
-            connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+            connection = sqlite3.connect(
+                uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False, factory=LedgerConnection
+            )
             try:
                 connection.execute("SELECT 1 FROM pictures LIMIT 1").fetchone()
                 return connection
@@ -117,7 +163,9 @@ class SharedLedgerReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.connection = sqlite3.connect(
+            ":memory:", isolation_level=None, check_same_thread=False, factory=LedgerConnection
+        )
         ledger.create_tables(self.connection)
         self.last_modified = 0.0
         self._outcome_files = shared_ledger.OutcomeFiles(folder / shared_ledger.SHARED_LEDGER)
@@ -131,7 +179,7 @@ class SharedLedgerReader:
         """True if a done row may still lack its spec."""
 
     @contextlib.contextmanager
-    def connect(self) -> Iterator[sqlite3.Connection]:
+    def connect(self) -> Iterator[LedgerConnection]:
         yield self.connection
 
     def list_lease_files(self) -> list[Path]:
@@ -273,54 +321,3 @@ def _try_stat(path: Path) -> os.stat_result | None:
 
 def _stamp(status: os.stat_result | None) -> tuple[int, int, int] | None:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
-
-
-# -- queries: done rows are read only if a query needs them
-
-
-def read_facts(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Return the facts that identify the plan."""
-    return connection.execute("SELECT key, value FROM facts ORDER BY key").fetchall()
-
-
-def read_rows(connection: sqlite3.Connection, first: int) -> list[tuple[Any, ...]]:
-    """Return the rows from `first` on.
-
-    Columns: index, state, seed, size (width << 20 | height), worker and number of frames.
-    """
-    columns = "picture, state, seed, (width << 20) | height, worker, num_frames"
-    return connection.execute(f"SELECT {columns} FROM pictures WHERE picture >= ?", (first,)).fetchall()
-
-
-def read_unfinished(connection: sqlite3.Connection) -> list[tuple[int, int]]:
-    """Return index and state of the rows that are not done."""
-    return connection.execute("SELECT picture, state FROM pictures WHERE state != 1").fetchall()
-
-
-def iter_texts(connection: sqlite3.Connection, first: int) -> Iterator[tuple[int, str]]:
-    """Iterate over the rows from `first` on: index, and prompt and id as two lines."""
-    query = "SELECT picture, prompt || char(10) || id FROM pictures WHERE picture >= ? ORDER BY picture"
-    return iter(connection.execute(query, (first,)))
-
-
-def find_last_done(connection: sqlite3.Connection, below: int) -> int:
-    """Return the last done row below this index, or -1."""
-    query = "SELECT picture FROM pictures WHERE picture < ? AND state = 1 ORDER BY picture DESC LIMIT 1"
-    row = connection.execute(query, (below,)).fetchone()
-    return int(row[0]) if row else -1
-
-
-def count_failure_reasons(connection: sqlite3.Connection) -> list[tuple[str, int]]:
-    # `state != 1` lets SQLite use the index of unfinished rows.
-    query = f"SELECT reason, COUNT(*) FROM pictures WHERE state != 1 AND state = {ledger.FAILED} GROUP BY reason"
-    return connection.execute(query).fetchall()
-
-
-def select_rows(connection: sqlite3.Connection, indices: Sequence[int], columns: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the index and these columns of the given rows, in no particular order."""
-    for start in range(0, len(indices), MAX_SQL_PARAMETERS):
-        chunk = indices[start : start + MAX_SQL_PARAMETERS]
-        placeholders = ", ".join("?" * len(chunk))
-        yield from connection.execute(
-            f"SELECT picture, {columns} FROM pictures WHERE picture IN ({placeholders})", chunk
-        )

@@ -167,6 +167,21 @@ def check_num_images(
 # -- each metric
 
 
+MetricFunction = Callable[["MetricInputs", "MetricSettings"], dict[str, "MetricValue"]]
+_METRICS: dict[str, MetricFunction] = {}
+
+
+def _register(*names: str) -> Callable[[MetricFunction], MetricFunction]:
+    """Add a function to the metrics under these names."""
+
+    def add(function: MetricFunction) -> MetricFunction:
+        _METRICS.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@_register("fid", "fd")
 def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
     one, other = inputs.generated, inputs.reference
     assert other is not None
@@ -197,6 +212,7 @@ def _frechet(inputs: MetricInputs, settings: MetricSettings) -> dict[str, Metric
     return {inputs.metric: MetricValue(value=value, details=details)}
 
 
+@_register("kid")
 def _kid(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
     one, other = _require_features(inputs)
     least = min(len(one), len(other))
@@ -207,6 +223,7 @@ def _kid(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValu
     return {"kid": MetricValue(value=found.mean, std=found.std, details=details)}
 
 
+@_register("prdc")
 def _prdc(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricValue]:
     one, other = _require_features(inputs)
     if settings.nearest_k >= min(len(one), len(other)):
@@ -295,18 +312,21 @@ def _normalize_rows(rows: Features) -> FloatArray:
     return unit
 
 
+@_register("is")
 def _inception_score(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
     logits = _require_array(inputs, "logits")
     found = inception_score(logits, num_splits=min(NUM_SPLITS, len(logits)))
     return {"is": MetricValue(value=found.mean, std=found.std)}
 
 
+@_register("clip")
 def _clip_score(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
     found = clip_score(_require_array(inputs, "features"), _require_array(inputs, "texts"))
     error = found.std / np.sqrt(max(1, inputs.generated.num or 1))
     return {"clip": MetricValue(value=found.mean, std=found.std, details={"standard_error": float(error)})}
 
 
+@_register("agreement")
 def _caption_agreement(inputs: MetricInputs, _settings: MetricSettings) -> dict[str, MetricValue]:
     assert inputs.captions is not None
     heads = {
@@ -327,14 +347,3 @@ def _require_array(inputs: MetricInputs, name: str) -> np.ndarray:
             "raise --keep_features",
         )
     return array
-
-
-_METRICS: dict[str, Callable[[MetricInputs, MetricSettings], dict[str, MetricValue]]] = {
-    "fid": _frechet,
-    "fd": _frechet,
-    "kid": _kid,
-    "prdc": _prdc,
-    "is": _inception_score,
-    "clip": _clip_score,
-    "agreement": _caption_agreement,
-}
