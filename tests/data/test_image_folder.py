@@ -94,7 +94,7 @@ def test_held_out_classes_have_the_labels_of_the_train_part(tmp_path: Path) -> N
     assert ImageFolder(tmp_path, 8, 8).validation(0).label == 2
     (tmp_path / "test/z").mkdir()
     image().save(tmp_path / "test/z/x.png")
-    assert "classes that train/ has not: z" in refused(tmp_path).found
+    assert "classes that train/ does not have: z" in refused(tmp_path).found
 
 
 def entries(num: int) -> list[ImageEntry]:

@@ -229,7 +229,7 @@ def test_a_large_cache_is_announced_with_its_size(tmp_path: Path, caplog: pytest
 def test_an_encoder_that_gives_something_else_is_our_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected tensors with 8 rows"):
         text_cache.build(["a"], tmp_path, lambda wanted: {"embeds": torch.zeros(3, 2)}, fingerprint=FINGERPRINT)
-    with pytest.raises(ValueError, match="gave nothing"):
+    with pytest.raises(ValueError, match="returned nothing"):
         text_cache.build(["a"], tmp_path, lambda wanted: {}, fingerprint=FINGERPRINT)
     with pytest.raises(ValueError, match="expected at least 1"):
         text_cache.build(["a"], tmp_path, Encoder(), fingerprint=FINGERPRINT, encode_size=0)

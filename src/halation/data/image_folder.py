@@ -282,7 +282,7 @@ class ImageFolder:
         if len(broken) >= _MAX_BROKEN_FRACTION * num and broken:
             raise InputError(
                 f"{len(broken)} of the {num} images of {self.folder} cannot be read:{examples}{more}",
-                f"fewer than {_MAX_BROKEN_FRACTION:.0%} broken images",
+                f"fewer than {_MAX_BROKEN_FRACTION:.0%} unreadable images",
                 "follow the advice for each; replace the others, or remove them and their lines in the metadata",
             )
         if broken and not quiet:
