@@ -97,7 +97,7 @@ def test_rule_torch_gives_the_features_of_pytorch_fid(weights: Path, extractors:
 
 
 def test_rule_clean_gives_the_features_of_clean_fid(weights: Path, extractors: Any) -> None:
-    """clean-fid reads its network from a TorchScript file and gives it what its own resizer made: so does this, with random weights."""
+    """As clean-fid: a TorchScript network, with random weights, applied to the output of its own resizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resize = oracles.clean_fid("resize").build_resizer("clean")
