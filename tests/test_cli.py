@@ -21,7 +21,8 @@ from halation.config import as_json
 
 HALATION = Path(sys.executable).with_name("halation")
 TINY = [
-    *"--model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 2 --ckpt_every 0 --sample_steps 1".split(),  # noqa: SIM905
+    *"--model tiny --image_size 32 --patch_size 8 --batch_size 2".split(),  # noqa: SIM905
+    *"--n_steps 2 --ckpt_every 0 --sample_steps 1".split(),  # noqa: SIM905
     *"--validation_images 0 --report_to none --progress none --nproc 1".split(),  # noqa: SIM905
 ]
 
@@ -103,8 +104,10 @@ def test_help_answers_within_half_a_second(words: list[str]) -> None:
 
 def test_parsing_and_refusing_import_no_torch() -> None:
     script = (
-        "import sys; from halation import cli; cli.parse('train', ['--n-steps', '3']); cli.parse('sample', ['--checkpoint', 'x']);"
-        "assert cli.main(['train', '--data', 'nosuch']) == 2; assert cli.main(['sample', '--checkpoint', 'nosuch']) == 2;"
+        "import sys; from halation import cli; cli.parse('train', ['--n-steps', '3']);"
+        " cli.parse('sample', ['--checkpoint', 'x']);"
+        "assert cli.main(['train', '--data', 'nosuch']) == 2;"
+        " assert cli.main(['sample', '--checkpoint', 'nosuch']) == 2;"
         "heavy = {'torch', 'diffusers', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -173,8 +176,10 @@ def test_a_switch_that_may_be_left_open_has_three_values(words: str, value: bool
 # -- files of settings
 
 FILES = {
-    "settings.yaml": "n-steps: 7\nlr: 1e-4\nimage_size: 48\nsample_prompts: [a, 'b, c']\ncompile: true\noutput_dir: there\n",
-    "settings.toml": 'n_steps = 7\nlr = 1e-4\nimage_size = [48]\nsample_prompts = ["a", "b, c"]\ncompile = true\noutput_dir = "there"\n',
+    "settings.yaml": "n-steps: 7\nlr: 1e-4\nimage_size: 48\nsample_prompts: [a, 'b, c']\n"
+    "compile: true\noutput_dir: there\n",
+    "settings.toml": 'n_steps = 7\nlr = 1e-4\nimage_size = [48]\nsample_prompts = ["a", "b, c"]\n'
+    'compile = true\noutput_dir = "there"\n',
     "settings.json": json.dumps(
         {
             "n_steps": 7,
@@ -342,8 +347,10 @@ def test_sizes_that_do_not_fit_the_patch_or_the_streets(tmp_path: Path, refused:
 @pytest.mark.parametrize(
     "words",
     [
-        "--batch_size 0", "--n_steps 0", "--sample_steps 0", "--ckpt_every -1", "--lr nan", "--lr 0", "--ema_decay 1", "--betas 0.9 1",
-        "--caption_dropout 1.5", "--seed -1", "--sample_seed 99999999999999999999", "--guidance_scale inf", "--nproc -1",
+        "--batch_size 0", "--n_steps 0", "--sample_steps 0", "--ckpt_every -1", "--lr nan", "--lr 0",
+        "--ema_decay 1", "--betas 0.9 1",
+        "--caption_dropout 1.5", "--seed -1", "--sample_seed 99999999999999999999", "--guidance_scale inf",
+        "--nproc -1",
         "--num_register_tokens -2", "--dist_timeout_s 0", "--model giant", "--vae nosuch", "--cache latents",
     ],
 )  # fmt: skip

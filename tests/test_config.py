@@ -141,8 +141,16 @@ def test_settings_come_back_from_json_and_conflicts_name_settings(command: str) 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("merge.yaml", "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1},*a{i - 1}]}}\n" for i in range(1, 40)), "alias"),
-        ("values.yaml", "seed: [&a0 [x]" + "".join(f",&a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)) + "]", "alias"),
+        (
+            "merge.yaml",
+            "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1},*a{i - 1}]}}\n" for i in range(1, 40)),
+            "alias",
+        ),
+        (
+            "values.yaml",
+            "seed: [&a0 [x]" + "".join(f",&a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)) + "]",
+            "alias",
+        ),
         ("self.yaml", "seed: &a [*a]", "alias"),
         ("hex.yaml", "seed: 0x" + "f" * 100_000, "a number of 100002 digits"),
         ("sixty.yaml", "seed: " + "1:" * 400_000 + "1", "digits"),

@@ -34,7 +34,9 @@ def _train(**settings: object) -> Ask:
 
 
 def _generate(**settings: object) -> Ask:
-    return lambda _folder: generate.check_config(GenerateConfig(prompts_csv="x", model_path="testcard", **settings))  # type: ignore[arg-type]
+    return lambda _folder: generate.check_config(
+        GenerateConfig(prompts_csv="x", model_path="testcard", **settings)  # type: ignore[arg-type]
+    )
 
 
 def _distill(folder: Path) -> None:

@@ -36,7 +36,8 @@ def test_the_files_and_exit_codes_of_a_case_are_those_that_were_recorded(case: f
     if known is None:
         pytest.skip(
             f"nothing is recorded for {case.platform}; on a commit that is known to be right, record it with "
-            f"`python tests/support/frozen.py record {case.name}`, or compare this tree with a worktree of that commit: "
+            f"`python tests/support/frozen.py record {case.name}`, "
+            "or compare this tree with a worktree of that commit: "
             f"`python tests/support/frozen.py compare WORKTREE {case.name}`"
         )
     try:
@@ -121,7 +122,8 @@ def test_a_stopped_run_ends_with_the_results_of_one_that_never_stopped(begun: fr
     words = frozen.going_on(begun.words, tmp_path / "stopped")
     assert frozen.run(words, tmp_path / "stopped").code == 0
     lines = frozen.difference(frozen.digests(tmp_path / "never"), frozen.digests(tmp_path / "stopped"))
-    # The loss beside samples and the counts of a summary are those of one call; an evaluation leaves a folder of images that an
+    # The loss beside samples and the counts of a summary are those of one call; an evaluation leaves a folder of
+    # images that an
     # older commit finished without the file that marks its kind of ledger.
     by_call = ("samples.json", "summary.json", "missing: cards/ledger.kind")
     assert [line for line in lines if not any(name in line for name in by_call)] == []

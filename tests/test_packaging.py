@@ -70,7 +70,8 @@ def test_the_version_is_told_at_once_and_is_the_package_s() -> None:
     for word in ("--version", "-V"):
         done = subprocess.run([HALATION, word], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (0, f"halation {halation.__version__}\n")
-    words = "import sys; from halation.cli import main; main(['--version']); sys.exit('numpy' in sys.modules or 'tyro' in sys.modules)"
+    words = "import sys; from halation.cli import main; main(['--version']);"
+    words += " sys.exit('numpy' in sys.modules or 'tyro' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], capture_output=True, timeout=60).returncode == 0
 
 
@@ -173,7 +174,8 @@ def test_from_the_wheel_alone_the_command_answers_and_finds_its_model(wheel: Pat
     command = place / "bin/halation"
     told = subprocess.run([command, "--version"], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, f"halation {halation.__version__}\n"), told.stderr
-    lookup = "from halation.models.model_path_resolver import resolve_model; print(resolve_model('streets-64', raw=False).load_args['path'])"
+    lookup = "from halation.models.model_path_resolver import resolve_model;"
+    lookup += " print(resolve_model('streets-64', raw=False).load_args['path'])"
     found = subprocess.run(
         [sys.executable, "-c", lookup], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

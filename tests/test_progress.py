@@ -16,6 +16,7 @@ import sys
 import termios
 import threading
 import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -175,7 +176,8 @@ def test_control_characters_are_spelled_out() -> None:
 
 
 def drawn(progress: GenerationProgress | StepProgress, width: int, height: int, **options: bool) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, **options)  # type: ignore[arg-type]
+    screen: dict[str, Any] = {"width": width, "height": height, "force_terminal": True, **options}
+    console = Console(file=io.StringIO(), **screen)
     console.print(progress.render(width, height))
     return console.file.getvalue().split("\n")[:-1]  # type: ignore[attr-defined]
 
@@ -272,7 +274,8 @@ def test_on_a_terminal_the_bars_are_drawn_in_place_and_messages_stay_above_them(
     assert "\x1b[2J" not in written, "a prompt does not clear the screen"
     last = [line for line in lines if line][-5:]
     assert [line[:5] for line in last] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "all  "]
-    assert [re.search(r"(\d+)/", line).group(1) for line in last] == ["210", "150", "150", "213", "1723"]  # type: ignore[union-attr]
+    planned = [re.findall(r"(\d+)/", line)[0] for line in last]
+    assert planned == ["210", "150", "150", "213", "1723"]
     assert written.endswith("\x1b[?25h"), "the cursor is shown again"
 
 

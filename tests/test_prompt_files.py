@@ -286,7 +286,8 @@ def test_semicolons_inside_a_column_are_nothing_to_complain_about(tmp_path: Path
 VALUES = [
     ("seed", "0", 0), ("seed", "+7", 7), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", " 5 ", 5), ("seed", "", None),
     ("width", "1", 1), ("width", "16384", 16384), ("height", "480", 480), ("steps", "10000", 10000),
-    ("num_inference_steps", "1", 1), ("guidance_scale", "0", 0.0), ("guidance_scale", "7.5", 7.5), ("guidance_scale", ".5e1", 5.0),
+    ("num_inference_steps", "1", 1), ("guidance_scale", "0", 0.0), ("guidance_scale", "7.5", 7.5),
+    ("guidance_scale", ".5e1", 5.0),
 ]  # fmt: skip
 
 

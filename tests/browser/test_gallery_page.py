@@ -27,9 +27,12 @@ NUM_STEPS, EVERY, NUM_PROMPTS = 120, 100, 8
 NUM_ROWS = 10_000
 CELL = "#matrix .matrix-row[data-step]:not(.matrix-teacher) button.cell"
 OVERFLOW = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
-UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, [role=slider], img, dialog[open]")].filter((element) => {
+UNNAMED = """() => [
+  ...document.querySelectorAll("button, a, input, select, [role=slider], img, dialog[open]")
+].filter((element) => {
   if (!element.checkVisibility()) return false;
-  const label = element.labels?.[0]?.textContent || element.getAttribute("aria-label") || element.getAttribute("alt") || element.title;
+  const label = element.labels?.[0]?.textContent || element.getAttribute("aria-label")
+    || element.getAttribute("alt") || element.title;
   const labelled = element.getAttribute("aria-labelledby");
   const named = label || (labelled && document.getElementById(labelled)?.textContent) || element.textContent.trim();
   const decorates = element.tagName === "IMG" && element.alt === "";

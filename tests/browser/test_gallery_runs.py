@@ -80,7 +80,8 @@ def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
     page.locator("#overlay").click()
     page.locator(f".overlay-list input[value='{make_run_id(folders / 'second')}']").check()
     page.wait_for_function(
-        "() => document.querySelectorAll(\".figure[data-metric='loss'] .plot-dashed polyline[points*=',']\").length === 1"
+        "() => document.querySelectorAll("
+        "\".figure[data-metric='loss'] .plot-dashed polyline[points*=',']\").length === 1"
     )
     assert make_run_id(folders / "second") in page.url
     page.keyboard.press("Escape")

@@ -1,6 +1,7 @@
 """Take the screenshots of the documentation, of runs in `HALATION_RUNS`.
 
-They are written to `HALATION_SCREENSHOTS`. Without a folder of real runs the test makes some and writes to a temporary folder.
+They are written to `HALATION_SCREENSHOTS`. Without a folder of real runs the test makes some and writes to a
+temporary folder.
 """
 
 from __future__ import annotations

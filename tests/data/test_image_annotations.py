@@ -29,7 +29,8 @@ def listed(folder: Path, text: str, num: int = 3) -> Path:
 @pytest.mark.parametrize(
     "columns",
     [
-        "file_name,text", "filename,caption", "File,Prompt", "image,description", "image_path,text", "Image Path,Caption",
+        "file_name,text", "filename,caption", "File,Prompt", "image,description", "image_path,text",
+        "Image Path,Caption",
         " path , text ",
     ],
 )  # fmt: skip
@@ -57,7 +58,11 @@ def test_the_usual_names_of_columns_go_before_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "found", "action"),
     [
-        ("image,path,text", "'image' and 'path' could each be the column of files among 'image', 'path', 'text'", "'file_name'"),
+        (
+            "image,path,text",
+            "'image' and 'path' could each be the column of files among 'image', 'path', 'text'",
+            "'file_name'",
+        ),
         ("image,caption,prompt", "'caption' and 'prompt' could each be the column of captions", "to 'text'"),
         ("picture,text,x", "no column of files among 'picture', 'text', 'x'", "rename the right one to 'file_name'"),
         ("file,label,x", "no column of captions among 'file', 'label', 'x'", "rename the right one to 'text'"),

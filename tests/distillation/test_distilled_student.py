@@ -31,7 +31,9 @@ def images(denoiser: Denoiser, guidance: float) -> np.ndarray:
     """Drawn from the same seeds by every model."""
     common = {"height": 32, "width": 32, "steps": 6}
     specs = [
-        SampleSpec(index=index, id=str(index), prompt=prompt, seed=index, guidance_scale=guidance, **common)  # type: ignore[arg-type]
+        SampleSpec(  # type: ignore[arg-type]
+            index=index, id=str(index), prompt=prompt, seed=index, guidance_scale=guidance, **common
+        )
         for index, prompt in enumerate(SCENES * 2)
     ]
     batch = SampleBatch(specs=tuple(specs), num_real=len(specs))

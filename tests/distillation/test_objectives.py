@@ -101,7 +101,7 @@ def test_only_the_network_and_the_step_being_trained_get_a_gradient() -> None:
 
 
 def test_a_student_whose_second_network_agrees_with_the_teacher_stands_still() -> None:
-    """The gradient is the difference of the two: none where they say the same, towards the teacher's images where they do not."""
+    """The gradient is the difference of the two networks: 0 if they agree, else towards the teacher's images."""
     student, teacher, fake = dit(), dit(), dit()
     for denoiser in (student, teacher, fake):
         with torch.no_grad():

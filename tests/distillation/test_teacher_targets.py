@@ -404,7 +404,8 @@ def _way(objective: str = "trajectory", **changes: Any) -> Callable[[], TargetPl
         (_way(num_states=2), InputError, "--teacher_states 2 with --student_steps 3"),
         (_way(num_states=0), ValueError, "0 states"),
         (lambda: plan("velocity", teacher_steps=0), ValueError, "of 0 steps"),
-        (lambda: TargetPlan(objective="dmd", has_images=False, times=(), teacher_steps=1, num_states=1, sample_shape=(), seed=0),
+        (lambda: TargetPlan(
+            objective="dmd", has_images=False, times=(), teacher_steps=1, num_states=1, sample_shape=(), seed=0),
          ValueError, "not 'dmd'"),
     ],
 )  # fmt: skip

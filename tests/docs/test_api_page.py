@@ -38,7 +38,7 @@ def reference() -> Iterator[ModuleType]:
 def test_the_reference_is_made_of_the_code_as_it_is(reference: ModuleType) -> None:
     stale = reference.page() != (DOCS / "api.md").read_text(encoding="utf-8")
     if stale:
-        pytest.fail(f"docs/api.md is not what docstrings and settings say now; this mends it: {reference.COMMAND}")
+        pytest.fail(f"docs/api.md does not match the docstrings and settings; update it with: {reference.COMMAND}")
 
 
 @dataclass(frozen=True, kw_only=True)

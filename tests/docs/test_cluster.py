@@ -14,9 +14,11 @@ import pytest
 def agent(port: int, folder: Path) -> subprocess.Popen[str]:
     """torchrun on one of two machines, as the page shows it; both are this one."""
     torchrun = Path(sys.executable).with_name("torchrun")
-    where = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id base --max_restarts 3"
+    where = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port}"
+    where += " --rdzv_id base --max_restarts 3"
     command = (
-        "-m halation.cli train --data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 --n_steps 4 --ckpt_every 2 "
+        "-m halation.cli train --data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 "
+        "--n_steps 4 --ckpt_every 2 "
         "--sample_steps 1 --validation_images 0 --report_to none --output_dir run"
     )
     fault = {"HALATION_FAULT": "train.step:3:kill:1:once", "HALATION_FAULT_LOG": str(folder / "faults")}

@@ -616,7 +616,8 @@ def test_every_metric_bears_a_handful_of_images_where_few_are_allowed(
 def test_help_needs_no_torch() -> None:
     import subprocess
 
-    code = "import sys; from halation.cli import main; code = main(['evaluate', '--help']); assert 'torch' not in sys.modules; sys.exit(code)"
+    code = "import sys; from halation.cli import main; code = main(['evaluate', '--help']);"
+    code += " assert 'torch' not in sys.modules; sys.exit(code)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert "--resize" in found.stdout

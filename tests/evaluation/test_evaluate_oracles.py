@@ -118,7 +118,7 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
     extractor = open_extractor("inception", device="cpu", weights=str(place / "inception.pth"))
 
     def model(batch: torch.Tensor) -> torch.Tensor:
-        """clean-fid's own network is a download; ours stands in for it behind clean-fid's files, resizing and distance."""
+        """Ours instead of clean-fid's network, which is a download; files, resizing and distance are clean-fid's."""
         return extractor(batch.permute(0, 2, 3, 1).contiguous())["features"]
 
     features = [
@@ -138,7 +138,7 @@ def test_clean_fid(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_torchmetrics(place: Path, ours: Callable[[str], dict[str, Any]]) -> None:
-    """torchmetrics' own Inception is torch-fidelity's; here it is given ours, and its moments and distances are compared."""
+    """torchmetrics' moments and distances of our features; its own Inception is torch-fidelity's."""
     from halation.evaluation.extractors import open_extractor
     from halation.evaluation.extractors.resize import resize_to_square
 

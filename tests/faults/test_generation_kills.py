@@ -35,14 +35,14 @@ SUPERVISOR = {"RANK": "9"}
 
 
 def num_painted(folder: Path) -> int:
-    """Batches whose drawing was begun, in all calls together: each passes this point once, and a fault that waits a moment logs it."""
+    """Number of batches begun in all calls: each passes this point once, and a short sleep logs it."""
     return sum(line.startswith("paint:") for line in fired(folder / "log"))
 
 
 def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, int]:
-    """Kill one worker, all, or the parent, with the number of workers redrawn at each start; workers and parents killed, and starts.
+    """Kill one worker, all, or the parent; return the killed workers and parents and the starts.
 
-    A killed parent takes its workers along, and they count as killed.
+    The number of workers is drawn anew at each start. A killed parent ends its workers, which count as killed.
     """
     generator = random.Random(seed)
     killed_workers = killed_parents = starts = 0
@@ -80,8 +80,11 @@ def kill_at_random(folder: Path, seed: int, num_kills: int) -> tuple[int, int, i
 
 
 def assert_kills_change_nothing(folder: Path, seed: int, num_kills: int) -> str:
-    """What is begun again is at most two batches a killed worker: the one it drew, and the one whose files it wrote or whose words
-    about it were on their way. Idle workers at the end of a call may begin a few of others' batches once more."""
+    """At most two batches are begun again for each killed worker.
+
+    These are the one it drew, and the one whose files or results were on their way. Idle workers at the end of a call
+    may begin a few batches of others once more.
+    """
     killed_workers, killed_parents, starts = kill_at_random(folder, seed, num_kills)
     words = generate(folder, MANY, nproc=2)
     with started(words, folder / "log", "paint:1+:sleep=0.001") as command:
@@ -133,7 +136,7 @@ PARENT_POINTS = (
 
 
 def test_a_supervisor_killed_at_each_step_of_its_writing_loses_nothing(tmp_path: Path) -> None:
-    """One folder, killed again and again further on; a call whose point comes too late for what is left is just a call."""
+    """One folder, killed again and again, each time further on; too late a point means a normal call."""
     num_fired = 0
     for point in PARENT_POINTS:
         name, _, number = point.partition(":")
@@ -197,9 +200,10 @@ def test_a_second_command_on_the_folder_is_refused_at_once_and_told_who_holds_it
 
 
 def interrupted(folder: Path, number: signal.Signals, code: int, within_s: float) -> str:
-    """Send one signal while it draws; it ends with that code in time, leaves nothing running and keeps what is finished."""
+    """A signal while drawing ends it in time with that code, nothing left running, finished images kept."""
     folder.mkdir(exist_ok=True)
-    # Batches of one image: three seconds of them are left when the first is there, so that no pause makes the signal late.
+    # Batches of one image: three seconds of them are left when the first is there, so that no pause makes the signal
+    # late.
     words = generate(folder, model_path="testcard:0.25", batch_size=1, nproc=2)
     with started(words, folder / "log") as command:
         wait_until_drawing(command, folder)

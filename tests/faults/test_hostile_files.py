@@ -249,7 +249,7 @@ class Ended(NamedTuple):
 
 
 def watched(words: list[str], folder: Path) -> Ended:
-    """A command as a real process, ended where it outgrows the limit or the deadline: a fault here must not take the machine."""
+    """A command as a process, killed beyond the memory limit or the deadline to protect the machine."""
     log = folder / "said"
     usage = folder / "usage"
     script = (
@@ -434,7 +434,9 @@ ABSURD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an image of 2**40 pixels": (
         lambda config: config["config"].update(height=2**20, width=2**20), "height is 1048576",
     ),
-    "a guidance that is none": (lambda config: config["sampling"].update(guidance_scale=None), "guidance_scale is null"),
+    "a guidance that is none": (
+        lambda config: config["sampling"].update(guidance_scale=None), "guidance_scale is null"
+    ),
 }  # fmt: skip
 
 

@@ -28,7 +28,8 @@ def test_a_signal_while_the_teacher_is_asked_costs_one_item_a_rank(
     tmp_path: Path, nproc: int, number: signal.Signals, code: int
 ) -> None:
     flags: dict[str, object] = {
-        **{"teacher_path": rank_functions.tiny_teacher(), "data_path": rank_functions.write_prompts(tmp_path), "nproc": nproc},
+        **{"teacher_path": rank_functions.tiny_teacher(), "data_path": rank_functions.write_prompts(tmp_path)},
+        "nproc": nproc,
         **{"trajectories": NUM_ITEMS, "teacher_steps": NUM_STEPS, "teacher_batch_size": 1, "sample": False},
         **{"n_steps": 1, "batch_size": 2, "report_to": "none", "progress": "none", "output_dir": tmp_path / "run"},
     }  # fmt: skip

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.faults]
 
 
 def kill_until(folder: Path, seed: int, num_kills: int) -> tuple[int, int]:
-    """Kill the whole process tree at random instants after its first step; the number of kills, and of those inside a save."""
+    """Kill the process tree at random times; return the number of kills, and of those inside a save."""
     generator = random.Random(seed)
     run = folder / "run"
     words = halation(train(run))

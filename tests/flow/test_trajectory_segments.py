@@ -33,7 +33,7 @@ def gaussian_table(prediction: str) -> DDPMPath:
 
 
 def told(path: NoisePath, spread_of_data: float) -> ModelOutputFn:
-    """What a perfect module answers where images are Gaussian around 0: it knows the mean of the image given the state."""
+    """The output of a perfect module for images that are Gaussian around 0: the posterior mean."""
 
     def answer(x: Tensor, t: Tensor) -> Tensor:
         zero, one = torch.zeros_like(x), torch.ones_like(x)

@@ -32,7 +32,8 @@ MAX_PER_CLIENT = 800
 """Connections of one client process, which has a limit of its own."""
 SILENT, HALF_HEADER, DRIPPED_HEADER = "", "GET / HTTP/1.1\r\nHost: 127", "GET / HTTP/1.1\r\n"
 
-# Opens connections without waiting for any of them, sends `words` on each, then `drip` every half second, until it is ended.
+# Opens connections without waiting for any of them, sends `words` on each, then `drip` every half second, until it is
+# ended.
 CLIENT = """
 import select, socket, sys, time
 port, num, words, drip = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode(), sys.argv[4].encode()

@@ -200,7 +200,8 @@ def test_links_that_leave_a_run_are_not_read(wholes: Path, tmp_path: Path, name:
         path.symlink_to(secret)
     catalog = build_catalog([tmp_path / "runs"])
     catalog.refresh()
-    told = [json.dumps([each.detail(), each.log(9), each.config(), each.metrics(0)]) for each in catalog.entries()]  # type: ignore[attr-defined]
+    entries: list[Any] = list(catalog.entries())
+    told = [json.dumps([each.detail(), each.log(9), each.config(), each.metrics(0)]) for each in entries]
     assert len(told) == 1
     assert SECRET not in told[0]
 

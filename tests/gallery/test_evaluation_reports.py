@@ -100,7 +100,8 @@ def test_numbers_come_as_they_are_written_and_go_when_a_run_is_rewound(trained: 
     assert again(scores, 20.0)
     assert scores.version > version
     assert scores.build_response()["scores"][-1] | {"provenance": {}} == {
-        "run": make_run_id(trained), "name": "streets", "step": 300, "metric": "kid", "title": "KID-streets", "value": 0.1,
+        "run": make_run_id(trained), "name": "streets", "step": 300, "metric": "kid", "title": "KID-streets",
+        "value": 0.1,
         "std": 0.2, "interval": None, "better": "lowest", "few": False, "note": "", "provenance": {},
     }  # fmt: skip
     runs.MetricsFile(trained / runs.METRICS_FILE).truncate_after(100)

@@ -155,7 +155,8 @@ def test_it_starts_without_what_takes_seconds_to_import(folder: Path) -> None:
 
 
 def test_on_the_network_it_warns_and_gives_a_link_from_outside(folder: Path) -> None:
-    # Only this machine can reach this address, but by its form it is not one of the loopback: nothing is opened to a network.
+    # Only this machine can reach this address, but by its form it is not one of the loopback: nothing is opened to a
+    # network.
     host = "::ffff:127.0.0.1"
     try:
         open_listener(host, 0).close()

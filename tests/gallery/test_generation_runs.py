@@ -85,7 +85,8 @@ def test_a_page_is_a_slice_of_the_rows_by_index(folder: Path) -> None:
     assert found(run, offset=1000) == []
     row = run.search(RowQuery(offset=9, limit=1))["rows"][0]
     assert row == {
-        "key": "g9", "index": 9, "id": "000010", "prompt": prompt_of(9), "seed": 51, "state": "failed", "w": 16, "h": 16,
+        "key": "g9", "index": 9, "id": "000010", "prompt": prompt_of(9), "seed": 51, "state": "failed",
+        "w": 16, "h": 16,
         "worker": "0", "reason": "RuntimeError: CUDA out of memory", "v": "", "frames": 1,
     }  # fmt: skip
 
@@ -363,7 +364,8 @@ def test_a_shared_folder_is_shown_while_it_is_drawn_and_after(tmp_path: Path) ->
     prompts.write_text("image_id,prompt\n" + "".join(f'n/{number},"a cat, {number}"\n' for number in range(12)))
     folder = tmp_path / "out"
     config = GenerateConfig(
-        prompts_csv=str(prompts), model_path="testcard", output_dir=folder, height=16, width=24, nproc=1, cluster="files",
+        prompts_csv=str(prompts), model_path="testcard", output_dir=folder, height=16, width=24, nproc=1,
+        cluster="files",
         progress="none",
     )  # fmt: skip
     assert generate(config) == 0
@@ -474,7 +476,8 @@ def test_the_command_has_the_settings_of_the_images_own_time() -> None:
 
 def test_the_command_shows_no_character_that_would_hide_what_it_is() -> None:
     spec = {
-        "id": "1", "prompt": "a\u202eb\u200b\x1b[2J", "negative_prompt": "", "seed": 1, "width": 8, "height": 8, "steps": 2,
+        "id": "1", "prompt": "a\u202eb\u200b\x1b[2J", "negative_prompt": "", "seed": 1, "width": 8,
+        "height": 8, "steps": 2,
         "guidance_scale": 1.0,
     }  # fmt: skip
     assert shell_command({}, spec, 0, 0).isprintable()

@@ -10,7 +10,10 @@ import pytest
 from halation.gallery.html_export import PAGE_FOLDER, bundle
 
 APP = 'import { two } from "./b.js";\n\nfunction start() {\n  two();\n}\n\nstart();\n'
-B = 'import { ONE } from "./a.js";\nimport { three } from "./c.js";\n\nexport function two() {\n  return ONE + three();\n}\n'
+B = (
+    'import { ONE } from "./a.js";\nimport { three } from "./c.js";\n\n'
+    "export function two() {\n  return ONE + three();\n}\n"
+)
 A = "// What it is for.\n\nexport const ONE = [\n  1,\n];\n"
 C = 'import { two } from "./b.js";\n\nexport async function three() {\n  two();\n}\n'
 MODULES = {"app.js": APP, "a.js": A, "b.js": B, "c.js": C, "unused.js": "const ONE = 1;\n"}

@@ -70,7 +70,7 @@ TRAVERSALS = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training, a generation with payloads as prompts and as ids, and a file beside them that is nobody's business."""
+    """A training, a generation with payloads as prompts and ids, and a file that must not be served."""
     place = tmp_path_factory.mktemp("gallery")
     (place / "secret.png").write_bytes(CANARY)
     training_folder(place / "runs" / "train", 3, 4, size=16, raw=True, prompts=PAYLOADS[:4])

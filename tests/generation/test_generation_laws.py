@@ -22,7 +22,7 @@ from support.commands import (
 
 
 def mixed_rows(path: Path, num_rows: int = 21) -> Path:
-    """Rows with sizes, steps, guidance, seeds and negative prompts of their own, in no order; no group fills its last batch."""
+    """Rows with their own sizes, steps, guidance, seeds and negative prompts; no group fills its last batch."""
     generator = random.Random(3)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)

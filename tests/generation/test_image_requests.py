@@ -26,8 +26,10 @@ COCO = Path(__file__).parents[3] / "shared" / "data" / "prompts" / "coco_val2017
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 DEVICE = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|\Z)")
 UNSAFE = [
-    "../x", "/etc/x", "a/b", "a\\b", "C:x", "..", ".", ".hidden", "-rf", "_x", "a b", " ", "a\nb", "a\0b", "x" * 101, "x" * 300,
-    "é", "e\u0301", "거리", "\U0001f697", "\u202egnp", "a.", "CON", "con", "Nul.txt", "COM1", "lpt9.tar.gz", "aux.", "a:b", "a*?",
+    "../x", "/etc/x", "a/b", "a\\b", "C:x", "..", ".", ".hidden", "-rf", "_x", "a b", " ", "a\nb", "a\0b",
+    "x" * 101, "x" * 300,
+    "é", "e\u0301", "거리", "\U0001f697", "\u202egnp", "a.", "CON", "con", "Nul.txt", "COM1", "lpt9.tar.gz",
+    "aux.", "a:b", "a*?",
     "~", "$HOME", "%2e%2e", "<b>",
 ]  # fmt: skip
 SAFE = ["a", "0", "000000000139", "A", "a.b-c_d", "x" * 100, "console", "COM", "com10", "con-1", "1.png", "a_seed7"]
@@ -249,7 +251,9 @@ import collections, itertools, re, time
 from pathlib import Path
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.prompt_files import PromptRow
-defaults = RequestDefaults(seed_start=0, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt="")
+defaults = RequestDefaults(
+    seed_start=0, height=1, width=1, num_frames=1, steps=1, guidance_scale=1.0, negative_prompt=""
+)
 ids = itertools.chain((f"{number:012d}" for number in range(1_000_000)), [None])
 rows = (PromptRow(prompt="a", image_id=id, line=line) for line, id in enumerate(ids, start=2))
 start = time.process_time()

@@ -172,7 +172,10 @@ def test_a_long_log_is_moved_into_the_file_and_the_digest_follows(tmp_path: Path
         assert second.strip() == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-READER = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT COUNT(*) FROM pictures WHERE state = 1').fetchone()[0])"
+READER = (
+    "import sqlite3, sys; connection = sqlite3.connect(sys.argv[1]);"
+    "print(connection.execute('SELECT COUNT(*) FROM pictures WHERE state = 1').fetchone()[0])"
+)
 
 
 def test_readers_that_come_and_go_see_every_outcome_and_leave_the_log_alone(tmp_path: Path) -> None:

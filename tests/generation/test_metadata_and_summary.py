@@ -77,7 +77,8 @@ def draw(
             (folder / name).write_bytes(blob)
         outcomes.append(
             ImageOutcome(
-                index=index, state="done", sha256=metadata_and_summary.combined_digest(blobs), num_bytes=sum(map(len, blobs)), worker=str(index % 2)
+                index=index, state="done", sha256=metadata_and_summary.combined_digest(blobs),
+                num_bytes=sum(map(len, blobs)), worker=str(index % 2)
             )
         )  # fmt: skip
     ledger.record(outcomes)
@@ -153,7 +154,7 @@ print(json.dumps(rows))
 
 
 def loaded(folder: Path, cache: Path, **options: str) -> list[dict[str, object]]:
-    """The folder as `datasets` reads it, in a process of its own, because it keeps its cache folders from its first import."""
+    """The folder read by `datasets` in a separate process: it fixes its cache folders at import."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOAD, folder, cache / "data", json.dumps(options)],
         env={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},

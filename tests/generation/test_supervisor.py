@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
-    """With workers of one speed nobody takes over from anybody, until the last round: worker r has r, r + W, r + 2W ..."""
+    """Workers of one speed take nothing over until the last round: worker r has r, r + W, r + 2W ..."""
     assert run_generate(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0
     drawn_by = [int(row["worker"]) for row in run_readers.ledger_rows(tmp_path / "out")]
     for worker in range(nproc):
@@ -65,7 +65,7 @@ def test_a_place_whose_worker_keeps_dying_is_given_up_and_the_others_draw_its_sh
 
 @pytest.mark.slow
 def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_done(tmp_path: Path) -> None:
-    """Six batches of 0.2 s, of which worker 1 holds three and needs 6 s for each, as its steps tell: nobody waits for any of them."""
+    """Six batches of 0.2 s. Worker 1 holds three and needs 6 s for each: no other worker waits for them."""
     prompts = "".join(f"prompt number {number}\n" for number in range(6))
     settings = {"prompts": prompts, "batch_size": 1, "micro_batch": 1, "num_inference_steps": 20}
     assert run_generate(tmp_path, model_path="testcard:0.2,1=30", nproc=2, **settings) == 0, generate_log(tmp_path)
@@ -78,7 +78,7 @@ def test_what_a_slow_worker_holds_but_has_not_begun_is_drawn_by_those_who_are_do
 
 @pytest.mark.slow
 def test_a_stolen_batch_returns_to_its_worker_if_the_new_one_dies(tmp_path: Path) -> None:
-    """Worker 0 draws its first batch for long and so loses the others it holds to worker 1, which dies over one of them for good."""
+    """Worker 0 draws its first batch slowly and loses its other batches to worker 1, which dies for good."""
     prompts = "one\ntwo\nthree\nfour\n"
     fault = "paint:1:sleep=2:0;paint:2+:kill:1"
     assert (

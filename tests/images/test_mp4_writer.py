@@ -126,7 +126,8 @@ def test_equal_frames_give_equal_bytes_in_other_processes(
     data = encode_mp4(frames, 16, metadata_texts(SPEC))
     assert encode_mp4(np.asfortranarray(frames), 16, metadata_texts(SPEC)) == data
     script = (
-        "import hashlib, sys, numpy as np; from halation.images.png_codec import metadata_texts; from halation.images.mp4_writer import encode_mp4\n"
+        "import hashlib, sys, numpy as np; from halation.images.png_codec import metadata_texts\n"
+        "from halation.images.mp4_writer import encode_mp4\n"
         f"frames = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape({shape})\n"
         f"print(hashlib.sha256(encode_mp4(frames, 16, metadata_texts({SPEC!r}))).hexdigest())"
     )

@@ -55,8 +55,10 @@ def middle(mask: np.ndarray, left: float, right: float) -> float:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"), (7, "7"), (31.24, "31.2"), (12.0, "12"), (999, "999"), (999.6, "1k"), (1500, "1.5k"), (12_345, "12.35k"), (2_250_000, "2.25M"),
-        (0.0123, "0.0123"), (0.5, "0.5"), (3.1e-5, "3.1e-5"), (-0.25, "-0.25"), (-1500, "-1.5k"), (-0.0, "0"), (999_999, "1M"), (3e20, "3e20"),
+        (0, "0"), (7, "7"), (31.24, "31.2"), (12.0, "12"), (999, "999"), (999.6, "1k"), (1500, "1.5k"),
+        (12_345, "12.35k"), (2_250_000, "2.25M"),
+        (0.0123, "0.0123"), (0.5, "0.5"), (3.1e-5, "3.1e-5"), (-0.25, "-0.25"), (-1500, "-1.5k"), (-0.0, "0"),
+        (999_999, "1M"), (3e20, "3e20"),
     ],
 )  # fmt: skip
 def test_a_number_is_written_as_people_read_it(value: float, text: str) -> None:
@@ -218,7 +220,8 @@ def test_pixels_do_not_depend_on_matplotlib_settings_or_its_folder(tmp_path: Pat
     )
     code = (
         "import hashlib; from halation.images.plot import *;"
-        "print(hashlib.sha256(draw_panels([PlotPanel(title='x', points=(PlotPoint(step=1, value=1.0),))], 'y')).hexdigest())"
+        "panel = PlotPanel(title='x', points=(PlotPoint(step=1, value=1.0),));"
+        "print(hashlib.sha256(draw_panels([panel], 'y')).hexdigest())"
     )
     hashes = set()
     for variables in ({}, {"MATPLOTLIBRC": str(rc_file)}, {"MPLCONFIGDIR": "/proc/none"}):

@@ -87,7 +87,8 @@ def agreeing(images: Sequence[Pixels], prompts: Sequence[str]) -> float:
 
 def test_streets_64_is_there_and_nothing_heavy_is_imported_to_know_it() -> None:
     assert "streets-64" in NAMES
-    words = "import sys; from halation.models.model_folder import bundled_names; bundled_names(); print('torch' in sys.modules)"
+    words = "import sys; from halation.models.model_folder import bundled_names; bundled_names();"
+    words += " print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -119,7 +119,7 @@ def test_a_run_without_its_base_is_refused_early_and_names_its_export(tmp_path: 
     [
         ("/models/a", "", "no --model_path, but"),
         ("/models/a", "/models/b", "/models/b is another model than /models/a"),
-        ("/models/a", "/models/a", "the files in /models/a are others"),
+        ("/models/a", "/models/a", "the files in /models/a have changed"),
         ("", "/models/a", "trains a DiT of Halation"),
     ],
 )

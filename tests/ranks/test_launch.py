@@ -144,7 +144,8 @@ def test_a_warning_to_one_rank_alone_stops_all_at_one_step(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow),
-     pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+     pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow),
+      pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_one_rank_alone_saves_and_ends_with_the_code_of_its_signal(tmp_path: Path, number: int, code: int) -> None:
     run = tmp_path / "run"

@@ -42,7 +42,7 @@ PAIRS = [
 
 
 def tuned(folder: Path, family: str, engine: str, **changes: Any) -> TrainConfig:
-    """A fine-tuning of seconds; `zero2` is deepspeed's stage 2. Steps are large enough that weights show in the images."""
+    """A fine-tuning of seconds, with steps that show in the images; `zero2` is stage 2 of DeepSpeed."""
     settings: dict[str, Any] = {
         "model": TrainConfig.model,
         "patch_size": 0,

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.faults]
 
 
 def train_cramped(world: Any, config: TrainConfig, most_rows: int) -> list[int]:
-    """Forwards without gradient that are larger than `most_rows` rows find no memory; returns the sizes that were tried."""
+    """Forwards without gradient of over `most_rows` rows find no memory; return the sizes tried."""
     tried: list[int] = []
 
     def refuse(_module: Any, arguments: tuple[Any, ...]) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from halation import fault_injection
@@ -21,10 +17,6 @@ pytestmark = pytest.mark.ranks
 
 def who(world: Any, word: str) -> tuple[int, int, str, list[str]]:
     return world.rank, world.size, os.environ["RANK"], world.all_gather_object(f"{word}{world.rank}")
-
-
-def process_id(world: Any) -> int:
-    return os.getpid()
 
 
 def fail(world: Any, culprit: int) -> None:
@@ -87,42 +79,3 @@ def test_a_killed_rank_is_told_apart_from_the_ones_that_missed_it(ranks: RankPoo
 def test_a_call_leaves_no_environment_and_no_counts_behind(ranks: RankPool) -> None:
     assert ranks.run(1, meddle, environment={"HALATION_FAULT": "a:1:raise"}) == [("a:1:raise", {})]
     assert ranks.run(1, meddle) == [("", {})]
-
-
-def test_a_process_serves_the_same_rank_all_its_life(ranks: RankPool) -> None:
-    before = ranks.run(3, process_id)
-    with pytest.raises(RanksFailed):
-        ranks.run(1, fail, 0)
-    after = ranks.run(3, process_id)
-    assert after[1:] == before[1:]
-    assert after[0] not in before
-
-
-def test_more_ranks_than_the_pool_has_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(ValueError, match="4 ranks in a pool of 3"):
-        ranks.run(4, who, "w")
-
-
-@pytest.mark.slow
-def test_ranks_are_gone_soon_after_their_owner_was_killed(tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "from support.rank_pool import RankPool\n"
-        "def pid(world):\n    return os.getpid()\n"
-        "if __name__ == '__main__':\n"
-        "    pool = RankPool(2)\n    print(*pool.run(2, pid), flush=True)\n    time.sleep(600)\n"
-    )
-    place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    owner = subprocess.Popen([sys.executable, str(script)], env=place, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    with owner.stdout:
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        assert len(pids) == 2
-        assert all(psutil.pid_exists(pid) for pid in pids)
-        owner.kill()
-        owner.wait()
-    deadline = time.monotonic() + 5
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]

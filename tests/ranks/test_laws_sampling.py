@@ -73,7 +73,7 @@ def draw(world: Any, folder: Path, prompts: tuple[str, ...], batch_size: int, ou
 
 
 def draw_sharded(world: Any, config: TrainConfig, cases: list[tuple[int, int]], output: Path) -> list[list[str]]:
-    """The same with the weights in shards, where every forward is a collective: one case for (number of prompts, batch size)."""
+    """The same with sharded weights: one case for each (number of prompts, batch size)."""
     with job.open_run_on_rank_zero(config, world), TrainingSession(world, config) as session:
         session.prepare()
         assert session._resume()

@@ -126,7 +126,8 @@ def assert_alike(one: Path, other: Path, step: int) -> None:
         mine, theirs = run_readers.tensors_at(one, step, part), run_readers.tensors_at(other, step, part)
         assert mine.keys() == theirs.keys()
         difference = np.concatenate([(mine[name] - theirs[name]).ravel() for name in mine])
-        # Adam turns rounding of a tiny gradient into a visible part of one small step, so all weights are judged together.
+        # Adam turns rounding of a tiny gradient into a visible part of one small step, so all weights are judged
+        # together.
         assert np.abs(difference).mean() < 1e-5
         assert np.abs(difference).max() < 1e-3
 

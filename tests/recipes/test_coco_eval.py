@@ -30,7 +30,7 @@ def commands() -> list[list[str]]:
 
 
 def on_cpu(command: list[str]) -> list[str]:
-    """The same command for a machine without a GPU: two workers instead of the GPUs it names, a model that is there, few and small images."""
+    """The command without a GPU: two workers, a model that is there, few and small images."""
     assert command[:2] == ["python", SCRIPT]
     words = [sys.executable, str(RECIPE / SCRIPT)]
     flag = ""

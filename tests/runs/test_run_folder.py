@@ -161,7 +161,8 @@ def test_a_refused_write_names_the_file(tmp_path: Path) -> None:
     """write() on a full disk knows no name; the person needs one. A limit on file size refuses as a full disk does."""
     code = (
         "import resource, pathlib, sys; from halation.runs import run_folder as runs; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); runs.write_atomic(pathlib.Path(sys.argv[1]), b'x' * 5000)"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "runs.write_atomic(pathlib.Path(sys.argv[1]), b'x' * 5000)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.json")], capture_output=True, text=True)
     assert f"File too large: '{tmp_path / 'a.json'}'" in done.stderr
@@ -236,7 +237,7 @@ def test_a_hold_is_given_back_after_an_error_too(tmp_path: Path) -> None:
 
 
 def test_two_never_hold_one_folder_however_they_race(tmp_path: Path) -> None:
-    """Giving back removes the lock's file; somebody who opened it just before must not take the removed one for a lock."""
+    """Releasing removes the lock file; a process that opened it just before must not hold a removed lock."""
     folder = tmp_path / "run"
     folder.mkdir()
     code = f"""

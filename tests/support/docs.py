@@ -114,7 +114,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def _shell_commands(block: Block) -> Iterator[Command]:
-    """The commands of a block. Without a language it may be output: then only lines that start with `halation` count."""
+    """The commands of a block; without a language only lines that start with `halation` count."""
     lines = [line if block.language or line.startswith("halation ") else "" for line in block.lines]
     for offset, line in _logical_lines(lines):
         for words in _simple_commands(line):

@@ -1,14 +1,15 @@
 """Digests of every result file of the commands, by case and platform.
 
-Modules may move and be renamed; flags, exit codes, file formats and result bytes may not change. A case runs commands of a
-source tree in an empty folder. `digests` reduces the folder to one SHA-256 a file, without times, rates, versions and paths.
+Modules may move and be renamed; flags, exit codes, file formats and result bytes may not change. A case runs commands
+of a source tree in an empty folder. `digests` reduces the folder to one SHA-256 a file, without times, rates, versions
+and paths.
 
-    python tests/support/frozen.py record [CASE ...]           write the digests of this platform to tests/frozen/hashes.json
+    python tests/support/frozen.py record [CASE ...]           write the digests of this platform to hashes.json
     python tests/support/frozen.py check [CASE ...]            run the cases and compare them with what was recorded
     python tests/support/frozen.py compare TREE [CASE ...]     run the cases with this tree and another one, on any CPU
     python tests/support/frozen.py begin                       make the run folders in tests/frozen/runs anew
 
-Only the command line is used, in child processes, so that no module path stands here.
+The cases use the command line in child processes, so that they do not depend on module names.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _members(path: Path) -> dict[str, str]:
 
 
 def _page(text: str, words: Mapping[str, str]) -> str:
-    """An exported page with its embedded data normalised; runs are numbered, because their ids follow from their paths."""
+    """An exported page with its data normalised; runs are numbered, as ids depend on paths."""
     found = EMBEDDED.search(text)
     assert found is not None, "an exported page holds its data as JSON"
     data = json.loads(found[2])

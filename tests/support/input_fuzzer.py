@@ -1,8 +1,9 @@
 """Feeds damaged and invented files to every reader of user files, and keeps findings.
 
-`python tests/support/input_fuzzer.py --minutes 60 --seed 7` runs it for long. A reader may accept a file or refuse it by one of
-its documented errors; anything else, 30 s, or 2 GiB more memory is a finding, which is written to `tests/faults/corpus` under
-the name of its reader. `tests/faults/test_fuzz_inputs.py` replays that folder, and runs two minutes of this in the slow suite.
+`python tests/support/input_fuzzer.py --minutes 60 --seed 7` runs it for an hour. A reader may accept a file or refuse
+it with one of its documented errors. Any other error, 30 s, or 2 GiB more memory is a finding, which is written to
+`tests/faults/corpus` under the name of its reader. `tests/faults/test_fuzz_inputs.py` replays that folder, and runs the
+fuzzer for two minutes in the slow suite.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def _ledger_bytes() -> bytes:
                 (
                     ImageRequest(
                         spec=SampleSpec(
-                            index=index, id=str(index), prompt=f"prompt {index}", seed=index, height=16, width=16, steps=2,
+                            index=index, id=str(index), prompt=f"prompt {index}", seed=index, height=16,
+                            width=16, steps=2,
                             guidance_scale=1.0,
                         ),
                         name=f"{index}_seed{index}",
@@ -359,8 +361,12 @@ def readers() -> dict[str, Reader]:
     return {
         "prompts_csv": Reader(file_name="a.csv", seeds=_tables, read=_read_prompts, invented=_invented_table()),
         "prompts_tsv": Reader(file_name="a.tsv", seeds=_tables, read=_read_prompts, invented=_invented_table()),
-        "prompts_txt": Reader(file_name="a.txt", seeds=lambda: [b"a street\nb\n"], read=_read_prompts, invented=_invented_table()),
-        "prompts_jsonl": Reader(file_name="a.jsonl", seeds=lambda: lines, read=_read_prompts, invented=_invented_lines()),
+        "prompts_txt": Reader(
+            file_name="a.txt", seeds=lambda: [b"a street\nb\n"], read=_read_prompts, invented=_invented_table()
+        ),
+        "prompts_jsonl": Reader(
+            file_name="a.jsonl", seeds=lambda: lines, read=_read_prompts, invented=_invented_lines()
+        ),
         "prompts_parquet": Reader(file_name="a.parquet", seeds=_parquets, read=_read_prompts),
         "annotations_csv": Reader(
             file_name="metadata.csv", seeds=lambda: [b"file_name,text\na.png,a street\n"], read=_read_annotations,
@@ -375,10 +381,16 @@ def readers() -> dict[str, Reader]:
         "statistics": Reader(file_name="a.safetensors", seeds=_statistics, read=_read_statistics),
         "ledger": Reader(file_name="ledger.sqlite", seeds=lambda: [_ledger_bytes()], read=_read_ledger),
         "record": Reader(file_name="config.json", seeds=_config, read=_read_record, invented=_changed_json(_config)),
-        "metrics": Reader(file_name="metrics.jsonl", seeds=lambda: lines, read=_read_metrics, invented=_invented_lines()),
+        "metrics": Reader(
+            file_name="metrics.jsonl", seeds=lambda: lines, read=_read_metrics, invented=_invented_lines()
+        ),
         "settings_yaml": Reader(file_name="a.yaml", seeds=lambda: settings_texts, read=_read_settings),
-        "settings_toml": Reader(file_name="a.toml", seeds=lambda: [b"height = 64\n[x]\na = [1]\n"], read=_read_settings),
-        "settings_json": Reader(file_name="a.json", seeds=_config, read=_read_settings, invented=_changed_json(_config)),
+        "settings_toml": Reader(
+            file_name="a.toml", seeds=lambda: [b"height = 64\n[x]\na = [1]\n"], read=_read_settings
+        ),
+        "settings_json": Reader(
+            file_name="a.json", seeds=_config, read=_read_settings, invented=_changed_json(_config)
+        ),
         "checkpoint": Reader(
             file_name="COMMIT.json", seeds=_commits, read=_read_checkpoint, invented=_changed_json(_commits)
         ),
@@ -400,7 +412,8 @@ def readers() -> dict[str, Reader]:
 
 
 TOKENS = st.sampled_from(
-    [b"", b"\0", b"\xff" * 8, b"[" * 200, b"{" * 200, b'"', b",", b"\n", b"\xef\xbb\xbf", b"1e999", b"-1", b"null", b"NaN",
+    [b"", b"\0", b"\xff" * 8, b"[" * 200, b"{" * 200, b'"', b",", b"\n", b"\xef\xbb\xbf", b"1e999", b"-1",
+    b"null", b"NaN",
      b"\x00\x00\x00\x00\xff\xff\xff\x7f", b"9" * 30, "\u202e".encode(), b"PK\x03\x04", b"IDAT", b"prompt"]
 )  # fmt: skip
 

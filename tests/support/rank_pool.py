@@ -1,7 +1,7 @@
 """A pool of ranks: processes that import torch once and serve one world after another.
 
-Processes are forked from a server that has imported everything and computed nothing, so a rank that hung or died is replaced in a
-moment. Each call gets a fresh FileStore: no port, and nothing left over from the call before.
+Processes are forked from a server that has imported everything and computed nothing, so a rank that hung or died is
+replaced quickly. Each call gets a new FileStore: no port, and no state of the call before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RanksFailed(HalationError):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one rank is asked to run. The function comes pickled, because its module may not be importable before `path` is set."""
+    """A call for one rank; the function is pickled, as its module needs `path` to be importable."""
 
     rank: int
     size: int
@@ -92,7 +92,8 @@ class RankPool:
         self._folder = self._scratch.enter_context(scratch_folder("halation_ranks_"))
         self._num_calls = 0
         self._num_started = 0
-        # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh does not say whose it is.
+        # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh does not
+        # say whose it is.
         self._ranks: dict[int, _Rank] = {}
 
     def __enter__(self) -> RankPool:
@@ -112,10 +113,12 @@ class RankPool:
         world_timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """`function(world, *args)` on ranks 0 to size - 1; their results in rank order. `world_timeout_s` is that of the world's collectives.
+        """Run `function(world, *args)` on ranks 0 to size - 1; return their results in rank order.
 
-        RanksFailed carries every rank's own end. After one, the ranks of that call are replaced: what a failed collective leaves
-        behind in a process is nobody's business.
+        `world_timeout_s` is the timeout of collectives.
+
+        RanksFailed has the failure of every rank. The ranks of a failed call are replaced, because a failed collective
+        leaves state behind in its process.
         """
         if not 1 <= size <= self.num:
             raise ValueError(f"{size} ranks in a pool of {self.num}")

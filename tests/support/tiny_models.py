@@ -1,8 +1,8 @@
 """Tiny real pipelines and feature extractors, built from config with random weights.
 
-Every pipeline builder writes a complete folder for `DiffusionPipeline.from_pretrained`: a few megabytes, safetensors, fixed
-seeds. Heads and gates that initialisation leaves at zero are filled, so that prompt, seed, steps and guidance all reach the
-pixels.
+Every pipeline builder writes a complete folder for `DiffusionPipeline.from_pretrained`: a few megabytes, safetensors,
+fixed seeds. Heads and gates that initialisation leaves at zero are filled, so that prompt, seed, steps and guidance all
+reach the pixels.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def small_module(kind: str = "plain") -> nn.Module:
 
 
 class Trainee:
-    """A small training with a fixed series of batches, a step at a time; it is its own Denoiser, objective and loader."""
+    """A small training with fixed batches, step by step: denoiser, objective and loader in one."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ def accepted(world: World, config: dict[str, Any], folder: Path) -> tuple[int, i
 
 
 def network() -> nn.Sequential:
-    """With a dropout and a part in its own mode, so that modes and random numbers matter; and a norm, which DDP would broadcast."""
+    """A network with dropout, a part in another mode, and a norm whose buffers DDP would broadcast."""
     generator = torch.Generator().manual_seed(0)
     made = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Linear(16, 12)).train()
     for weight in made.parameters():
@@ -310,7 +310,7 @@ def network() -> nn.Sequential:
 
 
 def drawer(model: nn.Module, spoilt: str = "", sloppy: bool = False, amp: bool = False) -> Any:
-    """draw(prompt, generator): a 2 x 2 image of noise that went through the model; a sloppy one asks global states for it."""
+    """draw(prompt, generator): a 2 x 2 image from noise through the model; `sloppy` uses global RNGs."""
 
     def draw(prompt: str, generator: torch.Generator) -> torch.Tensor:
         if prompt == spoilt:
@@ -332,7 +332,7 @@ def drawer(model: nn.Module, spoilt: str = "", sloppy: bool = False, amp: bool =
 
 
 def user_loop_losses(world: World, out: str, every: int, spread: str = "ddp", autocast: bool = False) -> list[Any]:
-    """The loss of each of four steps, and the weights and random states after them; with `every` 0 nothing is sampled."""
+    """Losses of four steps, then weights and random states; with `every` 0 nothing is sampled."""
     random.seed(1), np.random.seed(2), torch.manual_seed(3 + world.rank)
     inside = network()
     model: nn.Module = DistributedDataParallel(inside) if spread == "ddp" else inside
@@ -378,7 +378,7 @@ def drawn(world: World, out: str, prompts: tuple[str, ...], step: int = 3, **opt
 
 
 def drawn_sharded(world: World, out: str, prompts: tuple[str, ...], spoilt: str = "") -> tuple[list[Any], list[Any]]:
-    """The same from a model in shards, with a training step before and after, whose weights are changed for the drawing."""
+    """The same with a sharded model between training steps; its weights are doubled while drawing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -477,7 +477,8 @@ def drawn_after_validation(world: World, out: str) -> list[tuple[Any, ...]]:
 def failing_between(world: World, out: str, step: int, nested: bool = True) -> list[tuple[str, str]]:
     """Rank 1 fails after the first of two forwards at step 2, after the second at step 3.
 
-    Nested shards make the others wait in the second forward; the root's own stay whole, so that the others finish theirs.
+    Nested shards make the others wait in the second forward; the root's own stay whole, so that the others finish
+    theirs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -542,10 +543,10 @@ WAYS_TO_LEAVE = {
 
 
 def leaving(world: World, out: str, who: int, how: str, where: str = "draw") -> None:
-    """One rank leaves while the others wait for it; each of those leaves a file with what it was told and after how many seconds.
+    """One rank leaves; each other rank writes a file with its error and the seconds until it came.
 
-    `where`: inside `draw`; `between` two calls; in a draw whose `forward` is sharded; in a draw, but its process lives `on`; or in a
-    draw while a `worker` that the rank forked lives on.
+    `where`: inside `draw`; `between` two calls; in a draw whose `forward` is sharded; in a draw, but its process lives
+    `on`; or in a draw while a `worker` that the rank forked lives on.
     """
     folder = Path(out)
     size, rank = world.size, world.rank
@@ -618,7 +619,7 @@ def drawn_with_default_device(world: World, out: str) -> list[str]:
 
 
 def told_in_long_draw(world: World, out: str) -> None:
-    """Rank 1 is killed; rank 0 leaves a file with what it logged, and after how many seconds, while its own draw goes on."""
+    """Rank 1 is killed; rank 0 writes its log and the seconds to a file while its own draw goes on."""
     folder, rank = Path(out), world.rank
     join_by_tcp(folder, rank, world.size)
     messages: list[str] = []

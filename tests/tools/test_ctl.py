@@ -216,7 +216,8 @@ def test_a_look_at_a_run_that_nobody_asks_takes_microseconds(running: Path) -> N
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_a_real_command_on_two_ranks_is_stopped_and_the_same_command_goes_on(tmp_path: Path, torchrun: bool) -> None:
     run = tmp_path / "run"
-    words = "--data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2 --validation_images 0 --sample_steps 1 --report_to none"
+    words = "--data streets --model tiny --image_size 32 --patch_size 8 --batch_size 2"
+    words += " --validation_images 0 --sample_steps 1 --report_to none"
     flags = [*words.split(), "--log_every", "1", "--progress", "none", "--output_dir", str(run)]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "2", "-m"]
     command = [sys.executable, *(start if torchrun else ["-m"]), "halation.cli", "train", *flags]

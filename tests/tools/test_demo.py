@@ -195,7 +195,7 @@ def in_session(session: int) -> list[int]:
 
 
 def stopped(folder: Path, word: str, number: int, timeout_s: float) -> tuple[int, str]:
-    """Send a signal to the group of a demo, as a terminal does, once it has said a word; its exit code, and what it said."""
+    """Send a signal to the process group of a demo after its first output; return exit code and output."""
     process = started(folder)
     said = folder.parent / "said.txt"
     deadline = time.monotonic() + timeout_s

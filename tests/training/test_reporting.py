@@ -13,5 +13,6 @@ def test_a_run_of_adapters_says_what_is_trained_beside_what_there_is() -> None:
 
 
 def test_layers_with_adapters_are_counted_by_their_names_in_a_block() -> None:
-    names = [f"blocks.{k}.attn1.{layer}.lora_{side}.default.weight" for k in (0, 1) for layer in ("to_q", "to_out.0") for side in "AB"]  # fmt: skip
+    layers = [f"blocks.{k}.attn1.{layer}" for k in (0, 1) for layer in ("to_q", "to_out.0")]
+    names = [f"{layer}.lora_{side}.default.weight" for layer in layers for side in "AB"]
     assert count_adapter_layers([*names, "proj_out.weight"]) == {"to_q": 2, "to_out.0": 2}

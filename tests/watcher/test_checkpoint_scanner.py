@@ -134,7 +134,10 @@ def cut(folder: Path) -> None:
     ("harm", "words"),
     [
         (cut, "bytes of weights, but its header requires"),
-        (lambda folder: (folder / "unet/model-00001-of-00002.safetensors").unlink(), "model-00001-of-00002.safetensors is missing"),
+        (
+            lambda folder: (folder / "unet/model-00001-of-00002.safetensors").unlink(),
+            "model-00001-of-00002.safetensors is missing",
+        ),
         (lambda folder: shutil.rmtree(folder / "vae"), "vae/ is missing"),
         (lambda folder: (folder / "model_index.json").write_text('{"unet'), "cannot be read"),
         (lambda folder: (folder / "model_index.json").write_text("[]"), "cannot be read"),
@@ -182,7 +185,8 @@ def test_on_another_file_system_it_is_copied(tmp_path: Path) -> None:
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip(
-            "every folder here takes hard links: /dev/shm is missing, or lies on the file system of the temporary folder"
+            "every folder here takes hard links: /dev/shm is missing, "
+            "or lies on the file system of the temporary folder"
         )
     folder = pipeline(tmp_path / "checkpoint-1")
     target = elsewhere / f"halation_{os.getpid()}"

@@ -220,7 +220,7 @@ def test_rotation_keeps_the_last_kept_ones_and_one_latest(ranks: RankPool, tmp_p
 def test_a_kill_at_every_point_of_saving_leaves_a_checkpoint_that_loads(
     ranks: RankPool, tmp_path: Path, saves: list[tuple[int, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed at the Nth passage of any point, for every N until a run ends unharmed; each time the run goes on from there."""
+    """Kill at the Nth passage of any point, for every N until a run ends; each time the run resumes."""
     names: Counter[str] = Counter()
     folder = tmp_path / "run"
     last = saves[-1][0]

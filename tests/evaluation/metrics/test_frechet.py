@@ -65,7 +65,7 @@ def test_the_distance_is_that_of_the_matrix_root_at_the_size_of_fid(num: int) ->
 
 
 def rotated_diagonals(dimensions: int, rank_1: int, rank_2: int) -> tuple[Gaussian, Gaussian, float]:
-    """Two covariances with the same eigenvectors, the last of which one or both do not reach, and their exact distance."""
+    """Two covariances with equal eigenvectors, one or both of lower rank, and their exact distance."""
     generator = np.random.default_rng(2)
     turn = np.linalg.qr(generator.normal(size=(dimensions, dimensions))).Q
     scales = generator.uniform(0.5, 2.0, size=(2, dimensions))

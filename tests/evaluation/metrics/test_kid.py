@@ -20,7 +20,8 @@ def features(num: int, dimensions: int, seed: int, shift: float = 0.0) -> Featur
 
 def of_torch_fidelity(one: Features, other: Features, num_subsets: int, subset_size: int) -> tuple[float, float]:
     metric = oracles.torch_fidelity("metric_kid").kid_features_to_metric(
-        torch.from_numpy(one).double(), torch.from_numpy(other).double(), kid_subsets=num_subsets, kid_subset_size=subset_size,
+        torch.from_numpy(one).double(), torch.from_numpy(other).double(),
+        kid_subsets=num_subsets, kid_subset_size=subset_size,
         rng_seed=2020, verbose=False,
     )  # fmt: skip
     return metric["kernel_inception_distance_mean"], metric["kernel_inception_distance_std"]

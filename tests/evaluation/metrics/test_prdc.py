@@ -57,7 +57,8 @@ def test_torch_fidelity_finds_the_same_precision_and_recall(
     reference = features(num, dimensions, 3)
     generated = features(num_generated, dimensions, 4, scale=0.85, shift=0.2)
     metric = oracles.torch_fidelity("metric_prc").prc_features_to_metric(
-        torch.from_numpy(generated).double(), torch.from_numpy(reference).double(), prc_neighborhood=nearest_k, verbose=False
+        torch.from_numpy(generated).double(), torch.from_numpy(reference).double(),
+        prc_neighborhood=nearest_k, verbose=False
     )  # fmt: skip
     found = prdc(reference, generated, nearest_k=nearest_k)
     assert 0.0 < found.precision <= 1.0

@@ -378,7 +378,8 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster: Nodes, 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:
     words = generate(tmp_path, cluster="ray")[1:]
-    code = f"import sys; sys.modules['ray'] = None; from halation.cli import main; sys.argv[1:] = {words!r}; sys.exit(main())"
+    code = "import sys; sys.modules['ray'] = None; from halation.cli import main;"
+    code += f" sys.argv[1:] = {words!r}; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "pip install 'halation[ray]'" in done.stderr

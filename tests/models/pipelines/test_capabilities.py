@@ -198,7 +198,7 @@ for folder in sys.argv[2:]:
 
 
 def resident_bytes(workers: list[subprocess.Popen[str]], kind: str) -> int:
-    """`Pss` is what the workers take together (a page that n of them map counts 1/n in each), `Anonymous` what is no file but their own."""
+    """Memory of the workers: `Pss` counts a page of n processes as 1/n, `Anonymous` is not from files."""
     lines = [line for each in workers for line in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()]
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 

@@ -12,7 +12,11 @@ from halation.models.pipelines.load import filter_library_warnings
 @pytest.mark.parametrize(
     ("logger", "text", "passes"),
     [
-        ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.", False),
+        (
+            "DeepSpeed",
+            "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.",
+            False,
+        ),
         ("DeepSpeed", "[Rank 0] a parameter is missing", True),
         ("transformers", "`CLIPImageProcessor` requires torchvision (not installed)", False),
         ("transformers", "Some weights were not initialised", True),

@@ -78,7 +78,7 @@ def test_truncation_from_the_first_step_is_drawing_without_guidance(family: str)
 
 
 def test_truncation_is_what_switching_guidance_off_by_callback_gives() -> None:
-    """diffusers documents the same effect as a callback that halves the embeddings; Stable Diffusion 3 lets us do that."""
+    """The callback that halves the embeddings, as documented by diffusers, on Stable Diffusion 3."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built("sd3")), use_safetensors=True)
 
     def switch_off(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

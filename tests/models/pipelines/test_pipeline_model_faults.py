@@ -31,7 +31,7 @@ def edited(family: str, folder: Path, weights: str, change: Callable[[dict[str, 
 
 
 def overflowing(tensors: dict[str, torch.Tensor]) -> None:
-    """Too large for float16 right after the decoder's first layer, and normalised away in the next: harmless in float32."""
+    """Weights whose values overflow float16 after the decoder's first layer; harmless in float32."""
     tensors["decoder.conv_in.weight"] *= 2e5
     tensors["decoder.conv_in.bias"] *= 2e5
 

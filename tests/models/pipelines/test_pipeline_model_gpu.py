@@ -143,7 +143,8 @@ def test_a_forward_replayed_as_a_graph_draws_the_very_image_it_drew_before(
     assert not any(recorder.graphs for recorder in found)
     for recorder in found:
         recorder.is_disabled = False
-    # Warm-up, recording and replaying all happen within these; the batches alternate, so that what a recording keeps would show.
+    # Warm-up, recording and replaying all happen within these; the batches alternate, so that what a recording keeps
+    # would show.
     for _ in range(NUM_WARM_UPS + 2):
         for batch, images in zip(batches, called, strict=True):
             np.testing.assert_array_equal(drawn(model, batch), images)

@@ -134,7 +134,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def longest_read(family: str) -> int:
-    """Words "dog" that fit: each is one token, but three to CLIP's tiny one, and Sana's first is one with the space before it."""
+    """How often "dog" fits: one token each, but three for the tiny CLIP; Sana joins the first with a space."""
     room = {"hunyuan": 255, "pixart": 119, "pixart_sigma": 299, "sd3": 255, "flux": 511, "wan": 511, "sana": 299}
     return room.get(family, 25)
 

@@ -324,7 +324,7 @@ class PipelineChecker:
         if not self.options.half_frame:
             return
         if spec.num_frames == 1:
-            self._warn_once("--enable_half_frame changes nothing for images of one frame")
+            self._warn_once("--enable_half_frame has no effect with one frame")
         elif not self.has_two_experts or self.pipe.config.get("expand_timesteps"):
             raise InputError(
                 f"--enable_half_frame with {type(self.pipe).__name__}, which has one denoiser for all noise levels",

@@ -189,7 +189,7 @@ LOSSES: dict[str, Callable[[Any, Rows, Tensor], Tensor]] = {
 
 
 def training_scheduler(scheduler: Any) -> Any:
-    """A fresh one, since whoever drew before left it at few steps; of a solver that only draws, the one that is trained with."""
+    """A fresh training scheduler: one that sampled has few steps, and some solvers only sample."""
     if scheduler.config.get("use_flow_sigmas"):
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
     return type(scheduler).from_config(scheduler.config)
