@@ -132,8 +132,8 @@ class TrainConfig:
 
     # -- data
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free_setting("auto")
-    """Where prepared images are cached: in memory, or in memory-mapped files (pixels, latents). auto: latents if
-    --vae or --model_path is set, else memory."""
+    """Where prepared images are cached: in memory, or in memory-mapped files (pixels, latents). With auto, latents are
+    cached if --vae or --model_path is set, else images in memory."""
     cache_dir: str = free_setting("")
     """Folder of that cache; by default `cache` in the run folder. Runs on the same data can share it."""
     num_workers: int = free_setting(0, low=0)
