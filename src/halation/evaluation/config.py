@@ -44,8 +44,8 @@ class EvaluateConfig:
     """Prompt list of the images (csv, txt, jsonl, parquet), matched by image id; not needed for a run of `halation
     generate`."""
     reference: tuple[str, ...] = ()
-    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, or .safetensors of
-    --save_statistics; several of these are merged)."""
+    """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, or .safetensors
+    of --save_statistics; several of these are merged)."""
 
     # -- metrics
     metrics: tuple[Metric, ...] = ()

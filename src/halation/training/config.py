@@ -37,11 +37,11 @@ class TrainConfig:
     max_images: int = setting(0, low=0)
     """Train only on the first images of the data; 0 uses all."""
     image_size: tuple[int, ...] = setting((), low=1)
-    """Height and width of the images; one number means a square. By default 64 64, or the native size of the model of
-    --model_path."""
+    """Height and width of the images; one number means a square. By default 64 64, or the native size of the model
+    of --model_path."""
     aspect_buckets: bool = setting(False)
-    """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape. For
-    --model_path."""
+    """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape.
+    For --model_path."""
     model: str = setting("small")
     """tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or `streets-64`
     of the package."""
@@ -49,8 +49,8 @@ class TrainConfig:
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): a folder or a name on
     the hub."""
     lora_rank: int = setting(0, low=0)
-    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights. For
-    --model_path."""
+    """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights.
+    For --model_path."""
     lora_alpha: float = setting(0.0, low=0)
     """The adapters' output is scaled by lora_alpha / lora_rank; 0 means lora_rank, a scale of 1."""
     lora_targets: tuple[str, ...] = setting(())
@@ -180,8 +180,8 @@ class TrainConfig:
     sample_offload: bool = free_setting(False)
     """Move the optimizer state to host memory during sampling, for a model that barely fits in training."""
     guidance_scale: float | None = free_setting(None, low=0)
-    """Classifier-free guidance; 1 disables it and halves the work. By default 3, or the default of the pipeline of
-    --model_path."""
+    """Classifier-free guidance; 1 disables it and halves the work. By default 3, or the default of the pipeline
+    of --model_path."""
     sample_batch_size: int = free_setting(1, low=1)
     """Images in one forward. It changes the rounding of the images, so it never depends on the number of GPUs."""
     sample_raw: bool = free_setting(False)
