@@ -118,7 +118,7 @@ def test_a_run_whose_base_is_gone_says_so_and_names_its_export_before_anything_s
     [
         ("/models/a", "", "no --model_path, but"),
         ("/models/a", "/models/b", "/models/b is another model than /models/a"),
-        ("/models/a", "/models/a", "the files in /models/a are others"),
+        ("/models/a", "/models/a", "the files in /models/a have changed"),
         ("", "/models/a", "trains a DiT of Halation"),
     ],
 )

@@ -95,12 +95,12 @@ def test_the_sentence_says_where_a_checkpoint_stands() -> None:
 @pytest.mark.parametrize(
     ("evaluation", "words"),
     [
-        ({}, "no numbers"),
-        ([], "no numbers"),
-        ({"metrics": {}}, "no numbers"),
-        ({"metrics": {"fd": {"value": None}}}, "fd is None"),
-        ({"metrics": {"fd": {"value": math.nan}}}, "fd is nan"),
-        ({"metrics": {"fd": 3.0}}, "fd is None"),
+        ({}, "no metrics"),
+        ([], "no metrics"),
+        ({"metrics": {}}, "no metrics"),
+        ({"metrics": {"fd": {"value": None}}}, "fd: None"),
+        ({"metrics": {"fd": {"value": math.nan}}}, "fd: nan"),
+        ({"metrics": {"fd": 3.0}}, "fd: None"),
         ({"metrics": {"fd": {"value": 3.0}}}, ""),
     ],
 )
