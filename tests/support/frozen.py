@@ -107,7 +107,7 @@ VOLATILE_KEYS = {
     *("pictures_per_s", "per_s", "rate", "busy_share", "mfu", "memory_gb"),  # rates and memory
     *("host", "pid", "start", "token"),  # machines and processes
     "versions",  # of libraries
-    *("digest", "outcome_check"),  # of what stands beside them, times too
+    *("digest", "outcome_check"),  # of other fields, including times
     *("lines", "v"),  # of a page: the lines of a log, and the version of an image by the time of its file
 }
 """Keys of JSON objects, and columns of a ledger, whose values differ from run to run."""

@@ -293,7 +293,7 @@ def _changed_json(draw: st.DrawFn, source: Callable[[], Sequence[bytes]]) -> byt
                 break
             place = inner
     if draw(st.booleans()) and isinstance(value, dict) and "digest" in value:
-        value["digest"] = runs.json_digest(value)  # a file that somebody made on purpose
+        value["digest"] = runs.json_digest(value)  # a file made on purpose
     return json.dumps(value).encode()
 
 

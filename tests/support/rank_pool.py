@@ -32,7 +32,7 @@ from halation.errors import HalationError
 from halation.runs.run_folder import scratch_folder
 
 GRACE_S = 10.0
-"""How long the others may take to notice, once one rank failed, before they count as hanging too."""
+"""Time for the other ranks to fail after the first failure before they count as hung."""
 DUMP = signal.SIGUSR2
 PRELOAD = ("torch", "torch.distributed.fsdp", "halation.distributed.world", "support.rank_pool", "pytest")
 """pytest because ranks import the test modules whose functions they run."""
@@ -49,7 +49,7 @@ class Trouble:
 
 
 class RanksFailed(HalationError):
-    """Some ranks of a call did not return; `troubles` says how each of them ended, by rank."""
+    """Some ranks of a call did not return; `troubles` has the failure of each, by rank."""
 
     def __init__(self, troubles: Mapping[int, Trouble]) -> None:
         parts = [f"rank {rank}: {t.kind}: {t.message}\n{t.trace}".rstrip() for rank, t in sorted(troubles.items())]
@@ -92,8 +92,8 @@ class RankPool:
         self._folder = self._scratch.enter_context(scratch_folder("halation_ranks_"))
         self._num_calls = 0
         self._num_started = 0
-        # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh does not
-        # say whose it is.
+        # A process serves one rank for all its life: torch remembers offsets of shards by mesh, and a mesh has no
+        # rank.
         self._ranks: dict[int, _Rank] = {}
 
     def __enter__(self) -> RankPool:
@@ -141,7 +141,7 @@ class RankPool:
             rank.connection.send(call)
         try:
             self._collect(ranks, timeout_s)
-        except BaseException:  # a person's Ctrl+C, or pytest-timeout
+        except BaseException:  # Ctrl+C, or pytest-timeout
             self._replace(ranks)
             raise
         troubles = {number: rank.trouble for number, rank in enumerate(ranks) if rank.trouble is not None}
@@ -191,7 +191,7 @@ class RankPool:
             rank.trouble = Trouble(kind="Died", message=f"ended with exit code {code}", exit_code=code)
 
     def _give_up(self, ranks: Sequence[_Rank], timeout_s: float) -> None:
-        """Ask the ranks that hang where they stand, as far as they can still speak."""
+        """Mark the hung ranks as failed, with their stacks if they can still dump them."""
         hanging = [rank for rank in ranks if not rank.done]
         for rank in hanging:
             with contextlib.suppress(ProcessLookupError, TypeError):
@@ -253,7 +253,7 @@ def _answer(call: Call) -> tuple[Any, Trouble | None]:
         result = _in_world(call, function, args)
         pickle.dumps(result)
         return result, None
-    except BaseException as error:  # noqa: BLE001 - whatever ends a rank's call, the test must be told
+    except BaseException as error:  # noqa: BLE001 - any failure of a rank must reach the test
         code = getattr(error, "exit_code", None)
         return None, Trouble(
             kind=type(error).__name__, message=str(error), trace=traceback.format_exc(), exit_code=code

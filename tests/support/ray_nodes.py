@@ -30,7 +30,7 @@ SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "he
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The cluster as the process that asked for it sees it."""
+    """The cluster as seen by the process that started it."""
 
     process: subprocess.Popen[str]
     environment: dict[str, str]
@@ -118,7 +118,7 @@ def await_listener(port: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection((HEAD, port), timeout=1):
             return
         time.sleep(0.1)
-    raise TimeoutError(f"nobody listens on port {port}")
+    raise TimeoutError(f"no process listens on port {port}")
 
 
 def main() -> None:

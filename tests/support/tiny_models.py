@@ -315,7 +315,7 @@ def flux(folder: Path, *, guidance_embeds: bool = True) -> Path:
 
 
 def wan(folder: Path, *, two_experts: bool = True) -> Path:
-    """Wan 2.2: UMT5, a causal video VAE, and (unless told otherwise) two experts that meet at `boundary_ratio`."""
+    """Wan 2.2: UMT5, a causal video VAE, and by default two experts that meet at `boundary_ratio`."""
     tokenizer = t5_tokenizer(512)
 
     def expert(seed: int) -> Any:
@@ -429,7 +429,7 @@ def stable_diffusion(folder: Path) -> Path:
 
 
 def stable_diffusion_xl(folder: Path) -> Path:
-    """Stable Diffusion XL: two CLIPs, a UNet that is told sizes, and no negative prompt where none is given."""
+    """Stable Diffusion XL: two CLIPs, a UNet conditioned on sizes, no negative prompt if none is given."""
     clip = clip_tokenizer()
     unet = _unet(
         39,

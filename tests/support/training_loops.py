@@ -368,7 +368,7 @@ def user_loop_losses(world: World, out: str, every: int, spread: str = "ddp", au
 
 
 def drawn(world: World, out: str, prompts: tuple[str, ...], step: int = 3, **options: Any) -> list[tuple[Any, ...]]:
-    """One call of a sampler without training; what each rank was told."""
+    """One call of a sampler without training; the samples as each rank gets them."""
     spoilt, sloppy = options.pop("spoilt", ""), options.pop("sloppy", False)
     model = network()
     sampler = RankSampler(drawer(model, spoilt, sloppy), prompts, out, 7, model=model, **options)
