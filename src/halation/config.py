@@ -163,7 +163,11 @@ def read_settings_file(path: Path) -> dict[str, Any]:
             case ".yaml" | ".yml":
                 values = _parse_yaml(text)
             case ".toml":
-                values = _parse_toml(text)
+                max_dots = input_files.limit(input_files.MAX_SETTINGS_DOTS)
+                for number, line in enumerate(text.split("\n"), start=1):
+                    if line.count(".") > max_dots:
+                        raise ValueError(f"line {number} has more than {max_dots} dots; write it in several lines")
+                values = tomllib.loads(text)
             case ".json":
                 values = json.loads(text)
             case ending:
@@ -217,14 +221,6 @@ def _parse_yaml(text: str) -> Any:
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
     return yaml.load(text, Loader)
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    max_dots = input_files.limit(input_files.MAX_SETTINGS_DOTS)
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.count(".") > max_dots:
-            raise ValueError(f"line {number} has more than {max_dots} dots; write it in several lines")
-    return tomllib.loads(text)
 
 
 def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:

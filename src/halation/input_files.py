@@ -180,8 +180,11 @@ def open_regular_file(
         raise
     try:
         status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
         if not stat.S_ISREG(status.st_mode):
-            raise _not_regular_error(path, status.st_mode)
+            kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+            raise RefusedFileError(path, f"it is {kind}, not a regular file", _REGULAR_ACTION)
         if max_bytes is not None and status.st_size > limit(max_bytes):
             reason = f"it has {format_size(status.st_size)}, and the limit is {format_size(limit(max_bytes))}"
             raise RefusedFileError(path, reason, RAISE_ACTION)
@@ -198,13 +201,6 @@ def open_regular_file(
         os.close(descriptor)
         raise
     return open(descriptor, "rb")
-
-
-def _not_regular_error(path: str | Path, mode: int) -> OSError:
-    if stat.S_ISDIR(mode):
-        return IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-    return RefusedFileError(path, f"it is {kind}, not a regular file", _REGULAR_ACTION)
 
 
 def walk_folder(

@@ -53,8 +53,8 @@ DIGEST_BLOCK_BYTES = 1 << 20
 MAX_OUTCOMES_IN_LOG = 4_000
 """After this many outcomes, the write-ahead log is checkpointed into the file and the digest is recomputed."""
 
-# `unfinished` is a partial index, so that a resume reads only the missing rows. SQLite stores this text in the file, and
-# ledgers of earlier versions must have the same: a backslash joins lines.
+# `unfinished` is a partial index, so that a resume reads only the missing rows.
+# SQLite stores this text in the file. It must not change, so backslashes join long lines.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shapes(number INTEGER PRIMARY KEY, shape TEXT NOT NULL UNIQUE, negative INTEGER);
