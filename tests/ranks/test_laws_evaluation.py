@@ -402,7 +402,7 @@ def test_a_folder_is_compared_with_its_training_images_also_where_they_are_cache
     ("changes", "found", "advice"),
     [
         ({"eval_extractor": "inception", "eval_weights": "/nosuch.pth"}, r"/nosuch\.pth", "check --eval_weights"),
-        ({"eval_metrics": ("clip",), "eval_clip_model": "nobody/nothing"}, "nobody/nothing", "by --eval_clip_model"),
+        ({"eval_metrics": ("clip",), "eval_clip_model": "nobody/nothing"}, "nobody/nothing", "pass --eval_clip_model"),
         ({"eval_extractor": "nosuch"}, "the extractor 'nosuch'", "check --eval_extractor"),
         ({"eval_weights": "mine.pth"}, r"--eval_weights mine\.pth for the streets extractor", "omit it"),
     ],
