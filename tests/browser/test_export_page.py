@@ -16,6 +16,10 @@ from halation.gallery.run_catalog import make_run_id
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed; `make test` installs it"
+).expect
+
 pytestmark = pytest.mark.browser
 PAYLOAD = "</script><script>window.harmed = true</script><img src=x onerror='window.harmed = true'>"
 LOADED = "() => [...document.querySelectorAll('main img')].some((image) => image.complete && image.naturalWidth > 0)"
@@ -36,11 +40,11 @@ def test_a_training_opens_from_disk_with_its_samples_curves_config_and_full_imag
     run = training_folder(tmp_path / "runs" / "a #1 run?", 6, 3, size=300, prompts=(PAYLOAD,))
     page.goto(export(run, tmp_path / "mail.html"))
     page.wait_for_function(LOADED)
-    assert page.locator("main").get_attribute("data-view") == "training"
+    expect(page.locator("main")).to_have_attribute("data-view", "training")
     assert page.get_by_text("window.harmed").count() >= 1
     assert page.evaluate("window.harmed") is None
-    assert "exported" in page.locator("#connection").inner_text()
-    assert page.locator("#left-out").is_visible()
+    expect(page.locator("#connection")).to_contain_text("exported", use_inner_text=True)
+    expect(page.locator("#left-out")).to_be_visible()
     assert page.evaluate(FULL_WIDTH) == 300
     for tab, word in (("curves", "loss"), ("config", "n_steps"), ("log", "[rank 0] trained")):
         page.evaluate(f"location.hash = '#/run/{make_run_id(run)}/{tab}'")
@@ -55,6 +59,6 @@ def test_a_generation_opens_from_disk_where_its_full_images_are_gone(tmp_path: P
     shutil.rmtree(run)
     page.goto(address)
     page.wait_for_function(LOADED)
-    assert page.locator("main").get_attribute("data-view") == "generation"
-    assert "12 of 36 images" in page.locator("#left-out").inner_text()
+    expect(page.locator("main")).to_have_attribute("data-view", "generation")
+    expect(page.locator("#left-out")).to_contain_text("12 of 36 images", use_inner_text=True)
     assert page.evaluate("window.harmed") is None

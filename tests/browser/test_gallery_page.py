@@ -22,6 +22,10 @@ from support.gallery import PAYLOADS, BrowserErrors, RunningGallery, run_gallery
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
 
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed; `make test` installs it"
+).expect
+
 pytestmark = pytest.mark.browser
 NUM_STEPS, EVERY, NUM_PROMPTS = 120, 100, 8
 NUM_ROWS = 10_000
@@ -93,12 +97,12 @@ def test_the_link_opens_the_runs_and_enter_opens_one(served: RunningGallery, pag
     page.locator("a.run").nth(3).wait_for()
     served.images(page, 3)
     page.locator("#runs-filter").fill("long")
-    assert page.locator("a.run:visible").count() == 1
+    expect(page.locator("a.run:visible")).to_have_count(1)
     page.locator("#runs-filter").press("Tab")
     page.locator("a.run:visible").focus()
     page.keyboard.press("Enter")
     page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher)").first.wait_for()
-    assert page.locator("main").get_attribute("data-view") == "training"
+    expect(page.locator("main")).to_have_attribute("data-view", "training")
 
 
 def test_nobody_comes_in_without_the_token_or_with_another_one(
@@ -110,7 +114,9 @@ def test_nobody_comes_in_without_the_token_or_with_another_one(
         assert response is not None
         assert response.status == 403
     assert page.context.cookies() == []
-    assert "halation gallery" in text_of(page, "body") or page.locator("body").inner_text()
+    expect(page.locator("body") or page.locator("body").inner_text()).to_contain_text(
+        "halation gallery", use_inner_text=True
+    )
 
 
 # -- a training
@@ -123,8 +129,8 @@ def test_rows_are_steps_and_columns_prompts_and_only_those_in_sight_are_there(
     rows = page.locator("#matrix .matrix-row[data-step]:not(.matrix-teacher)")
     rows.first.wait_for()
     served.images(page, 16)
-    assert rows.first.get_attribute("data-step") == str(NUM_STEPS * EVERY)
-    assert page.locator(".matrix-prompt").count() == NUM_PROMPTS
+    expect(rows.first).to_have_attribute("data-step", str(NUM_STEPS * EVERY))
+    expect(page.locator(".matrix-prompt")).to_have_count(NUM_PROMPTS)
     assert rows.count() < NUM_STEPS / 2
     page.locator(CELL).first.focus()
     page.keyboard.press("Control+End")
@@ -142,18 +148,18 @@ def test_the_viewer_moves_by_slider_and_keys_and_gives_the_focus_back(
     cell.click()
     viewer = page.locator("#viewer")
     viewer.wait_for()
-    assert "12,000" in text_of(page, "#viewer-title")
-    first = page.locator("#viewer-stage").get_attribute("data-url")
+    expect(page.locator("#viewer-title")).to_contain_text("12,000", use_inner_text=True)
+    first = page.locator("#viewer-stage").get_attribute("data-url") or ""
     page.keyboard.press("ArrowLeft")
-    assert "11,900" in text_of(page, "#viewer-title")
-    assert page.locator("#viewer-stage").get_attribute("data-url") != first
+    expect(page.locator("#viewer-title")).to_contain_text("11,900")
+    expect(page.locator("#viewer-stage")).not_to_have_attribute("data-url", first)
     prompt = text_of(page, "#viewer-caption")
     page.keyboard.press("ArrowDown")
-    assert text_of(page, "#viewer-caption") != prompt
+    expect(page.locator("#viewer-caption")).not_to_have_text(prompt)
     page.keyboard.press("Home")
-    assert text_of(page, "#viewer-title").startswith("Step 100") or "100" in text_of(page, "#viewer-title")
+    expect(page.locator("#viewer-title")).to_contain_text("100")
     page.locator("#viewer-slider").fill("49")
-    assert "5,000" in text_of(page, "#viewer-title")
+    expect(page.locator("#viewer-title")).to_contain_text("5,000")
     page.wait_for_function("() => document.querySelector('#viewer-stage img')?.naturalWidth > 0")
     page.keyboard.press("Escape")
     viewer.wait_for(state="hidden")
@@ -216,7 +222,7 @@ def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
         page.wait_for_timeout(20)
     page.unroute_all()  # lets what was held go on
     page.locator("tr[data-setting='n_steps']").wait_for()
-    assert page.locator("tr[data-setting]").count() == 1
+    expect(page.locator("tr[data-setting]")).to_have_count(1)
 
 
 @pytest.mark.slow
@@ -286,13 +292,13 @@ def test_words_states_and_seeds_find_images_and_the_address_finds_them_again(
     page.wait_for_function("() => document.getElementById('filter-count').textContent.startsWith('1 ')")
     page.locator("#grid [data-index='0']").click()
     page.locator("#picture").wait_for()
-    assert "number4006" in text_of(page, "#picture-prompt")
-    assert "halation generate" in text_of(page, "#picture-command")
+    expect(page.locator("#picture-prompt")).to_contain_text("number4006", use_inner_text=True)
+    expect(page.locator("#picture-command")).to_contain_text("halation generate", use_inner_text=True)
     page.locator("#picture-spec").get_by_text("4048", exact=True).wait_for()  # the seed
     page.keyboard.press("Escape")
     address = page.url
     page.goto("about:blank")
-    page.goto(address)
+    page.goto(address, wait_until="commit")  # the page replaces its own address while it loads
     page.wait_for_function("() => document.getElementById('filter-count')?.textContent.startsWith('1 ')")
     page.locator("#filter-clear").click()
     failed = NUM_ROWS // 97
@@ -332,7 +338,7 @@ def test_prompts_ids_and_scores_are_text_whatever_they_say(served: RunningGaller
     page.locator("a.run").first.wait_for()
     ran = "() => Object.keys(window).filter((name) => /harm|pwn|xss|canary/i.test(name))"
     assert page.evaluate(ran) == []
-    assert page.locator("main script, main iframe, main object, main style").count() == 0
+    expect(page.locator("main script, main iframe, main object, main style")).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("dark", marks=pytest.mark.slow), "light"])
@@ -378,7 +384,7 @@ def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(
     if page.locator("#viewer").count():
         page.go_back()
     page.locator("#viewer").wait_for(state="hidden")
-    assert page.locator("main").get_attribute("data-view") == "training"
+    expect(page.locator("main")).to_have_attribute("data-view", "training")
     page.locator(CELL).first.click()
     page.keyboard.press("Escape")
     page.locator("#viewer").wait_for(state="hidden")

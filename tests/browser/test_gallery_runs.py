@@ -17,6 +17,10 @@ from support.gallery import BrowserErrors, RunningGallery, run_gallery
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed; `make test` installs it"
+).expect
+
 pytestmark = pytest.mark.browser
 CHECKPOINTS = (200, 400)
 
@@ -60,10 +64,10 @@ def test_a_watch_stands_under_its_training_with_its_images_folded(
     names = page.locator("a.run .run-name").all_inner_texts()
     assert names.index("first/watch") == names.index("first") + 1
     assert not any("pictures" in name for name in names)
-    assert "4 runs" in page.locator("#runs-count").inner_text()
-    assert "2 generations" in fold.inner_text()
+    expect(page.locator("#runs-count")).to_contain_text("4 runs", use_inner_text=True)
+    expect(fold).to_contain_text("2 generations", use_inner_text=True)
     fold.click()
-    assert page.locator("a.run").count() == 6
+    expect(page.locator("a.run")).to_have_count(6)
     lefts = page.locator("a.run .run-state").evaluate_all("(all) => all.map((one) => one.getBoundingClientRect().left)")
     assert max(lefts) - min(lefts) < 1, "columns line up"
     page.reload()
@@ -76,7 +80,7 @@ def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
     served.show(page, folders / "first", "/curves")
     page.locator(".figure[data-metric='fd'] circle").nth(1).wait_for()
     lines = page.locator(".figure[data-metric='loss'] .plot-series:not(.plot-faint)")
-    assert lines.count() == 1
+    expect(lines).to_have_count(1)
     page.locator("#overlay").click()
     page.locator(f".overlay-list input[value='{make_run_id(folders / 'second')}']").check()
     page.wait_for_function(
@@ -86,13 +90,13 @@ def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
     assert make_run_id(folders / "second") in page.url
     page.keyboard.press("Escape")
     page.locator(".figure[data-metric='loss'] svg").hover(position={"x": 300, "y": 60})
-    assert "second" in page.locator(".figure[data-metric='loss'] .plot-tip").inner_text()
+    expect(page.locator(".figure[data-metric='loss'] .plot-tip")).to_contain_text("second", use_inner_text=True)
     page.reload()
     page.locator("#overlay-legend").get_by_text("second").wait_for()
     page.locator("#tab-config").click()
     page.locator("#config-with").select_option(make_run_id(folders / "second"))
     assert page.locator("tr[data-differs='n_steps']").inner_text().split() == ["n_steps", "800", "400"]
-    assert page.locator("tr[data-differs='lr']").count() == 0
+    expect(page.locator("tr[data-differs='lr']")).to_have_count(0)
 
 
 def test_a_run_that_goes_away_while_one_looks_says_so_and_leads_back(
@@ -108,4 +112,4 @@ def test_a_run_that_goes_away_while_one_looks_says_so_and_leads_back(
     page.locator("#all-runs").click()
     page.locator("#runs-filter").fill("")
     page.locator("a.run").first.wait_for()
-    assert "doomed" not in page.locator("#runs").inner_text()
+    expect(page.locator("#runs")).not_to_contain_text("doomed", use_inner_text=True)
