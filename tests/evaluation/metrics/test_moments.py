@@ -111,7 +111,7 @@ def test_features_that_are_not_finite_are_refused(bad: float, row: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4), (5,), (2, 3, 4), (3, 0)])
 def test_what_is_not_rows_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="features (of shape|without rows)"):
+    with pytest.raises(ValueError, match=r"features (of shape|without rows)"):
         moments(np.zeros(shape))
 
 
