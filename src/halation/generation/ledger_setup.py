@@ -100,7 +100,7 @@ def _write_kind(descriptor: int, kind: LedgerKind) -> None:
 
 
 def _try_lock(descriptor: int, operation: int) -> bool | None:
-    """Return True if the lock was acquired, False if it is held, None if locks are unsupported."""
+    """Return True if the lock was acquired, False if it is held, None without lock support."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
