@@ -61,8 +61,8 @@ class CheckpointSchedule:
     global_batch: int
     eval_every: int = 0
     epoch_interval: int = 0
-    """Epochs between scheduled epoch ends, for runs that count in epochs of whole steps (at least one). 0 derives it from
-    the other intervals (`default_epoch_interval`)."""
+    """Epochs between scheduled epoch ends, for runs that count in epochs of whole steps (at least one). 0 derives it
+    from the other intervals (`default_epoch_interval`)."""
 
     @property
     def steps_per_epoch(self) -> int:
