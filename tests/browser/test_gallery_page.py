@@ -380,7 +380,7 @@ def test_the_way_back_closes_what_is_open_before_it_leaves_the_run(
     page.keyboard.press("c")
     page.locator("#compare").wait_for()
     page.go_back()
-    page.locator("#compare").wait_for(state="hidden")
+    page.locator("#compare").wait_for(state="detached")  # its close event has been handled, not only queued
     if page.locator("#viewer").count():
         page.go_back()
     page.locator("#viewer").wait_for(state="hidden")

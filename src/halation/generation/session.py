@@ -120,7 +120,7 @@ class GenerationSession:
     def prepare(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
         """Create or resume the run, plan new rows, and find missing images."""
         if self.config.enable_half_frame and self.config.num_frames == 1:
-            log.warning("--enable_half_frame changes nothing for images of one frame")
+            log.warning("--enable_half_frame has no effect with one frame")
         truncation_step, steps = (
             self.config.cfg_truncation_step,
             self.config.num_inference_steps or self.model_ref.steps,

@@ -171,7 +171,7 @@ def test_half_frame_changes_nothing_for_one_frame_and_says_so(caplog: pytest.Log
             for _ in range(2):
                 model.check(specs("a dog")[0])
         assert [record.getMessage() for record in caplog.records] == [
-            "--enable_half_frame changes nothing for images of one frame"
+            "--enable_half_frame has no effect with one frame"
         ]
         np.testing.assert_array_equal(drawn(model, specs("a dog")), drawn(opened(family), specs("a dog")))
 
