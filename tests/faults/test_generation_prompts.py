@@ -138,6 +138,7 @@ def test_a_model_that_fails_for_every_prompt_ends_early_with_its_reason(tmp_path
     assert_resumed(tmp_path, prompts=many)
 
 
+@pytest.mark.slow
 def test_prompts_that_failed_before_and_fail_again_are_no_sign_of_a_bad_model(tmp_path: Path) -> None:
     """A second call tries nothing but the failures: that none of them succeeds says nothing about the model."""
     fault = ";".join(f"paint.{number:06d}:1+:raise" for number in range(13, 25))

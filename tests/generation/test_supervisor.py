@@ -12,7 +12,8 @@ from support.commands import assert_generated, fired, generate_log, run_generate
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 3])
 def test_every_worker_starts_with_its_turn(tmp_path: Path, nproc: int) -> None:
     """Workers of one speed take nothing over until the last round: worker r has r, r + W, r + 2W ..."""
     assert run_generate(tmp_path, nproc=nproc, batch_size=1, model_path="testcard:0.15", micro_batch=1) == 0

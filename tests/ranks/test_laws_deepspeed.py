@@ -186,6 +186,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_good_checkpoint_to_go_on_f
     )
 
 
+@pytest.mark.slow
 def test_another_engine_is_refused_with_the_way_through_the_exported_weights(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"sample": False, "validation_images": 0, "n_steps": 1}
     ranks.run(1, rank_functions.train, config(tmp_path, 2, **settings))

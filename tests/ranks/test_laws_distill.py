@@ -107,6 +107,7 @@ def test_losses_follow_each_other_whatever_the_number_of_ranks(ranks: RankPool, 
     assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_student_begins_at_its_teacher_and_moves_away_from_it(ranks: RankPool, tmp_path: Path) -> None:
     config = distilled(tmp_path / "run", "velocity", teacher_guidance=1.0, sample=False)
     ranks.run(1, rank_functions.distill, config, **PATIENCE)
@@ -126,6 +127,7 @@ def images(folder: Path) -> dict[str, bytes]:
     return {str(row["index"]): (folder / row["file"]).read_bytes() for row in index["samples"]}
 
 
+@pytest.mark.slow
 def test_samples_of_an_epoch_are_shared_out_2_2_0_and_are_those_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """Steps too small to round differently: what is compared is the drawing."""
     shared = {"sample_prompts": rank_functions.PROMPTS[:4], "sample_names": "rank", "num_epochs": 1, "lr": 1e-12}

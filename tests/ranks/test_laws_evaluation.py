@@ -344,6 +344,7 @@ def test_a_stop_request_ends_an_evaluation_at_a_saved_step(
         assert numbers(tmp_path, done) == numbers(trained(engine), done)
 
 
+@pytest.mark.slow
 def test_metric_lines_are_written_from_a_report_without_evaluating_again(
     ranks: RankPool, tmp_path: Path, trained: Callable[[str], Path]
 ) -> None:

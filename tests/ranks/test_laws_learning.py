@@ -40,6 +40,7 @@ def measure(world: Any, config: TrainConfig) -> dict[str, float]:
         return periodic_tasks.summarize_losses(world.all_gather_object(losses), config.validation_images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_held_out_loss_of_a_checkpoint_is_the_same_on_any_ranks(
     ranks: RankPool, tmp_path: Path, engine: str

@@ -130,6 +130,7 @@ def test_any_number_of_processes_leaves_the_same_bytes_and_draws_every_image_onc
     assert (summary["done"], summary["open"]) == (NUM_ROWS, 0)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work_and_both_count_the_whole(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with together([words(folder, 0.2, lease_s=20, progress="json")] * 2, folder) as running:
@@ -310,6 +311,7 @@ def test_a_image_that_fails_is_set_aside_by_all_and_tried_again_by_a_later_comma
     assert "000013" not in listed.read_text()
 
 
+@pytest.mark.slow
 def test_files_that_are_gone_or_damaged_are_drawn_again(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "out"
     assert call(folder) == 0
