@@ -123,3 +123,18 @@ def test_unused_points_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(10_000):
         fault_point("a.write")
     assert time.process_time() - began < 0.5, "50 microseconds a passage would show in a step"
+
+
+def test_of_processes_that_reach_a_point_together_one_triggers_a_fault_of_once(tmp_path: Path) -> None:
+    code = "from halation.fault_injection import fault_point; input(); fault_point('here')"
+    environment = {**os.environ, "HALATION_FAULT": "here:1:kill:once", "HALATION_FAULT_LOG": str(tmp_path / "fired")}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE) for _ in range(6)
+    ]
+    time.sleep(0.5)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+    assert sorted(process.wait(60) for process in processes) == [-signal.SIGKILL] + [0] * 5
+    assert (tmp_path / "fired").read_text() == "here:1:kill:0\n"

@@ -11,6 +11,7 @@ Calls are counted per process. `once` is for ranks that are restarted: the fault
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -35,7 +36,7 @@ def fault_point(name: str) -> None:
             continue
         count = _counts[wanted]
         is_due = count >= int(number[:-1]) if number.endswith("+") else count == int(number)
-        if is_due and not ("once" in rest and _has_fired(wanted, action)):
+        if is_due and _record(name, wanted, count, action, once="once" in rest):
             _fire(name, count, action)
 
 
@@ -43,20 +44,25 @@ def _rank() -> str:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 
 
-def _has_fired(wanted: str, action: str) -> bool:
-    start = "" if wanted == "*" else f"{wanted}:"
-    try:
-        with open(os.environ["HALATION_FAULT_LOG"]) as file:
-            return any(line.startswith(start) and f":{action}:{_rank()}\n" in line for line in file)
-    except (KeyError, FileNotFoundError):
-        return False
+def _record(name: str, wanted: str, count: int, action: str, *, once: bool) -> bool:
+    """Append the fault to the log; return False if it is to be triggered `once` and the log has it.
+
+    The lock makes one of several processes trigger a fault that all of them reach at the same time.
+    """
+    log = os.environ.get("HALATION_FAULT_LOG")
+    if not log:
+        return True
+    with open(log, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        start, end = "" if wanted == "*" else f"{wanted}:", f":{action}:{_rank()}\n"
+        if once and any(line.startswith(start) and end in line for line in file):
+            return False
+        file.write(f"{name}:{count}:{action}:{_rank()}\n")
+    return True
 
 
 def _fire(name: str, count: int, action: str) -> None:
-    log = os.environ.get("HALATION_FAULT_LOG")
-    if log:
-        with open(log, "a") as file:
-            file.write(f"{name}:{count}:{action}:{_rank()}\n")
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
