@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+NUM_STARTS = 3
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the machine's public address
 CLIENTS = " " not in sys.executable
 """Whether clients from outside are served: Ray starts their server by a shell, without quotes around the path."""
@@ -84,31 +85,47 @@ def nodes() -> Iterator[Nodes]:
         (Path(folder) / "ray").mkdir()
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         variables = {**token, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-        with (
-            open(Path(folder) / "log", "w") as log,
-            subprocess.Popen(
+        process, first = _start(Path(folder) / "log", variables)
+        try:
+            yield Nodes(
+                process=process,
+                environment={**variables, "RAY_ADDRESS": first["address"]},
+                client=f"ray://{HEAD}:{first['client']}",
+            )
+        finally:
+            _stop(process)
+
+
+def _start(log: Path, variables: dict[str, str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start this file as a process; try other ports if the ones it found free were taken before Ray used them."""
+    for _ in range(NUM_STARTS):
+        with open(log, "w") as file:
+            process = subprocess.Popen(
                 [sys.executable, __file__],
                 env=os.environ | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=file,
                 text=True,
-            ) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                first = json.loads(process.stdout.readline())
-                yield Nodes(
-                    process=process,
-                    environment={**variables, "RAY_ADDRESS": first["address"]},
-                    client=f"ray://{HEAD}:{first['client']}",
-                )
-            finally:
-                assert process.stdin is not None
-                process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(30)
-                process.kill()
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line:
+            return process, json.loads(line)
+        _stop(process)
+    raise RuntimeError(f"Ray did not start {NUM_STARTS} times:\n{log.read_text()[-4000:]}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def await_listener(port: int) -> None:
