@@ -21,7 +21,6 @@ import halation
 from halation import cli, errors
 from halation.cli import COMMANDS
 from halation.config import format_range
-from halation.tools import doctor
 
 PAGE = Path(__file__).with_name("api.md")
 COMMAND = "python docs/reference.py"
@@ -72,7 +71,7 @@ ENVIRONMENT = """\
 Variables of torchrun, SLURM, NCCL and gloo mean what they always mean ([several machines](cluster.md)). `halation doctor` shows those that matter.
 """
 
-EXTRAS = {
+EXTRA_PURPOSES = {
     "train": "TensorBoard, LoRA (`--lora_rank`), lists in Parquet",
     "wandb": "`--report_to wandb`",
     "trackio": "`--report_to trackio`",
@@ -317,8 +316,8 @@ def extras_part() -> Iterator[str]:
     yield "### Extras\n"
     yield "`pip install '.[train,web]'` in the clone installs two. One that is missing names itself when it is needed; `halation doctor` lists all.\n"
     rows = [
-        line([f"`{name}`", EXTRAS[name], ", ".join(f"`{one}`" for one in needs)])
-        for name, needs in doctor.EXTRAS.items()
+        line([f"`{name}`", EXTRA_PURPOSES[name], ", ".join(f"`{one}`" for one in needs)])
+        for name, needs in errors.read_extras().items()
     ]
     yield "\n".join([line(["extra", "for", "packages"]), line(["---"] * 3), *rows]) + "\n"
 

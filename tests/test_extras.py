@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -12,16 +15,16 @@ from types import ModuleType
 import pytest
 from torch import nn
 
+from halation import errors
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
 from halation.distributed.engines import deepspeed
-from halation.errors import InputError
+from halation.errors import InputError, read_extras
 from halation.gallery import command as gallery
 from halation.gallery.config import GalleryConfig
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
 from halation.models.pipelines.training.lora import LoraSettings, inject_lora
-from halation.tools import doctor
 from halation.training import command as train
 from halation.training.config import TrainConfig
 
@@ -90,10 +93,28 @@ def test_a_missing_extra_names_itself(what: str, tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match="not installed") as caught:
         ask(tmp_path)
     assert "\n" not in caught.value.found
-    assert caught.value.action.startswith(f"pip install 'halation[{extra}]'")
-    assert extra in EXTRAS
+    assert caught.value.action.startswith("pip install ")
+    assert f'"{next(entry for entry in EXTRAS[extra] if entry.startswith(package))}"' in caught.value.action
+    assert "halation" not in caught.value.action, "the name is not on the package index"
 
 
 def test_the_doctor_looks_for_every_extra_that_there_is() -> None:
     wanted = {name: tuple(entries) for name, entries in EXTRAS.items() if name != "dev"}
-    assert wanted == doctor.EXTRAS
+    assert wanted == read_extras()
+
+
+def test_an_installed_copy_reads_its_extras_from_its_metadata(tmp_path: Path) -> None:
+    """Without pyproject.toml beside it, as in a wheel, the package finds the same packages in its metadata."""
+    shutil.copy(Path(errors.__file__), tmp_path / "copied_errors.py")
+    facts = tmp_path / "halation-0.1.dist-info"
+    facts.mkdir()
+    lines = [f'Requires-Dist: {entry} ; extra == "{name}"' for name, entries in EXTRAS.items() for entry in entries]
+    (facts / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", "Name: halation", "Version: 0.1", *lines, ""]))
+    code = "import copied_errors as e; print(sorted(e.read_extras().items())); print(e.install_command('ray'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    table, command_line = done.stdout.splitlines()
+    assert table == str(sorted(read_extras().items()))
+    assert command_line == f'pip install "{EXTRAS["ray"][0]}"'

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
+import tomllib
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
 RESOURCE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 PERMISSION_ERRNOS = (errno.EACCES, errno.EPERM, errno.ESTALE)
@@ -71,6 +75,37 @@ class Interrupted(HalationError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def read_extras() -> dict[str, tuple[str, ...]]:
+    """Return the packages of each optional extra of Halation, by name.
+
+    They are read from pyproject.toml in a clone, whose installed metadata may be old, else from the metadata.
+    """
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text()).get("project", {})
+        if project.get("name") == "halation":
+            tables = project["optional-dependencies"].items()
+            return {name: tuple(packages) for name, packages in tables if name != "dev"}
+    extras: dict[str, tuple[str, ...]] = {}
+    for entry in metadata.requires("halation") or ():
+        package, _, marker = entry.partition(";")
+        match = re.search(r"""extra == ['"]([^'"]+)""", marker)
+        if match and match[1] != "dev":
+            extras[match[1]] = (*extras.get(match[1], ()), package.strip())
+    return extras
+
+
+def install_command(extra: str, *packages: str) -> str:
+    """Return the command that installs the packages of an extra, or only those of these names.
+
+    It names the packages and not `halation[extra]`: the name is not registered on the package index, and a package of
+    that name there would not be this one.
+    """
+    entries = read_extras()[extra]
+    wanted = [entry for entry in entries if re.split(r"[^\w.-]", entry)[0] in packages]
+    return "pip install " + " ".join(f'"{entry}"' for entry in wanted or entries)
 
 
 def os_error_message(error: BaseException) -> str | None:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import tyro
 
-from halation.errors import InputError
+from halation.errors import InputError, read_extras
 from halation.tools.config import DoctorConfig
-from halation.tools.doctor import EXTRAS, probe_communication, run
+from halation.tools.doctor import probe_communication, run
 
 DOCTOR = "import sys, tyro; from halation.tools.doctor import run; from halation.tools.config import DoctorConfig; "
 COMMAND = [sys.executable, "-c", DOCTOR + "sys.exit(run(tyro.cli(DoctorConfig)))"]
@@ -43,11 +43,11 @@ def test_json_is_one_object_with_every_section_and_no_secret(tmp_path: Path) -> 
     assert report["communication"]["state"] == "ok"
     assert report["communication"]["ranks"] == 2
     assert report["communication"]["bus_gb_per_s"] > 0
-    for name, requirements in EXTRAS.items():
+    for name, requirements in read_extras().items():
         extra = report["extras"][name]
         for requirement in requirements:
             package = requirement.split(">")[0]
-            assert (package in extra["installed"]) != (f"'{requirement}'" in (extra["install"] or "")), package
+            assert (package in extra["installed"]) != (f'"{requirement}"' in (extra["install"] or "")), package
 
 
 def test_on_a_terminal_it_is_a_table_and_a_failed_check_ends_with_one() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from halation import __version__
 from halation.config import check_settings, to_stored_names
 from halation.distillation.config import DistillConfig
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 from halation.gallery import html_export
 from halation.gallery.access_control import AllowedHosts, new_token
 from halation.gallery.config import GalleryConfig
@@ -83,7 +83,7 @@ def _check_readable(folder: Path) -> None:
 def _serve(config: GalleryConfig) -> int:
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"{name} is not installed", "the extra `web`", "pip install 'halation[web]'")
+            raise InputError(f"{name} is not installed", "the packages of the server", install_command("web"))
     from halation.gallery.event_stream import ChangeFeed
     from halation.gallery.server import GalleryContext, GalleryServer, build_app
 

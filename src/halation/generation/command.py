@@ -16,7 +16,7 @@ from typing import Any
 from halation.config import check_settings
 from halation.distributed import launcher
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
-from halation.errors import InputError, Interrupted
+from halation.errors import InputError, Interrupted, install_command
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.ledger_setup import claim_ledger_kind
@@ -114,9 +114,7 @@ def check_config(config: GenerateConfig) -> None:
     check_settings(config)
     if config.uses_ray:
         if importlib.util.find_spec("ray") is None:
-            raise InputError(
-                f"--cluster {config.cluster}, but Ray is not installed", "Ray", "pip install 'halation[ray]'"
-            )
+            raise InputError(f"--cluster {config.cluster}, but Ray is not installed", "Ray", install_command("ray"))
     else:  # with Ray, other machines encode the images
         if config.png != "auto":
             png_codec.get_coder(config.png)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 from halation.images.png_codec import Pixels, sanitize_text
 
 CRF = "17"
@@ -65,6 +65,6 @@ def import_av() -> ModuleType:
         raise InputError(
             "a video to write, but PyAV is not installed",
             "PyAV, which has the H.264 encoder",
-            "pip install 'halation[video]', or request a single frame",
+            f"{install_command('video')}, or request a single frame",
         ) from None
     return av

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from halation import input_files
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Coder: TypeAlias = Callable[[memoryview], bytes]
@@ -74,7 +74,7 @@ def get_coder(name: str) -> Coder:
         raise InputError(
             "PNG coder 'isal', but the isal wheel is not installed",
             "an installed coder",
-            "pip install 'halation[fast]', or use the zlib coder",
+            f"{install_command('fast')}, or use the zlib coder",
         )
     return CODERS[name]
 

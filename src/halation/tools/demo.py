@@ -20,7 +20,7 @@ from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.distributed import launcher
 from halation.distributed.child_process import describe_exit, start_command, wait_for_command
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import HalationError, InputError, Interrupted, install_command
 from halation.generation.ledger import LEDGER_FILE, count_rows
 from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.generation.read_only_ledger import SqliteLedgerReader
@@ -227,7 +227,7 @@ class Demo:
         for name, path, text in rows:
             print(f"{name:<10}{path.resolve()}\n{'':10}{text}")
         print(f"{'live':<10}{format_command(['gallery', str(self.config.output_dir)])}")
-        print(f"{'':10}the same page, live during runs" + ("" if has_web else ", after pip install 'halation[web]'"))
+        print(f"{'':10}the same page, live during runs" + ("" if has_web else f", after {install_command('web')}"))
         print(f"{'time':<10}{spent}; together {sum(self.step_times.values()):.0f} s")
         again = f"the same command does only what is missing; remove {self.config.output_dir} to start over"
         print(f"{'again':<10}{again}", flush=True)

@@ -23,22 +23,12 @@ from halation import __version__
 from halation.config import check_settings
 from halation.distributed.child_process import wait_or_kill
 from halation.distributed.launcher import DEVICE_ENV, RENDEZVOUS_ENV, start_ranks
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, install_command, read_extras
 from halation.fault_injection import fault_point
 from halation.models.model_folder import bundled_folder, bundled_names
 from halation.runs.run_folder import scratch_folder
 from halation.tools.config import DoctorConfig
 
-EXTRAS = {
-    "train": ("tensorboard>=2.18", "datasets>=4", "peft>=0.17"),
-    "wandb": ("wandb>=0.19",),
-    "trackio": ("trackio>=0.5",),
-    "fast": ("isal>=1.7",),
-    "video": ("av>=14",),
-    "ray": ("ray>=2.59",),
-    "web": ("starlette>=0.49", "uvicorn>=0.35"),
-    "deepspeed": ("deepspeed>=0.19",),
-}
 # Only these are shown with their values; of other relevant variables only the name, because a value may be a secret.
 SHOWN_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE", "NCCL_DEBUG", "NCCL_IB_DISABLE"),
@@ -56,7 +46,7 @@ def run(config: DoctorConfig) -> int:
     try:
         devices = _devices()
     except ImportError as error:
-        action = "create a new environment: `make test` in a clone, or `pip install halation`"
+        action = "create a new environment: `make test` in a clone, or `pip install torch`"
         raise InputError(f"torch cannot be imported: {error}", "a working torch", action) from error
     num_gpus = len(devices["gpus"])
     if num_gpus and config.nproc is not None and config.nproc > num_gpus:
@@ -70,7 +60,7 @@ def run(config: DoctorConfig) -> int:
         "backends": _backends("cuda" if num_gpus else "cpu"),
         "compile": _compiler_info(bool(num_gpus)),
         "versions": _versions(_requirements()),
-        "extras": {name: _extra_info(requirements) for name, requirements in EXTRAS.items()},
+        "extras": {name: _extra_info(name, requirements) for name, requirements in read_extras().items()},
         "models": {name: str(bundled_folder(name)) for name in bundled_names()},
         "environment": _environment(os.environ),
         "communication": probe_communication(
@@ -194,10 +184,10 @@ def _versions(requirements: Sequence[str]) -> dict[str, str | None]:
     return versions
 
 
-def _extra_info(requirements: Sequence[str]) -> dict[str, Any]:
+def _extra_info(extra: str, requirements: Sequence[str]) -> dict[str, Any]:
     versions = _versions(requirements)
-    missing = [entry for entry, version in zip(requirements, versions.values(), strict=True) if version is None]
-    command = "pip install " + " ".join(f"'{entry}'" for entry in missing) if missing else None
+    missing = [name for name, version in versions.items() if version is None]
+    command = install_command(extra, *missing) if missing else None
     return {"installed": {name: version for name, version in versions.items() if version}, "install": command}
 
 

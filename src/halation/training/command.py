@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from halation.config import as_json, check_settings, fixed_settings
 from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 from halation.evaluation.config import Metric, fid_conflict
 from halation.input_files import read_json
 from halation.models.model_folder import find_fine_tuned_run, fine_tuned_error, fingerprint
@@ -116,8 +116,8 @@ def check_peft_installed(config: TrainConfig) -> None:
     if config.lora_rank and importlib.util.find_spec("peft") is None:
         raise InputError(
             f"--lora_rank {config.lora_rank}, but peft is not installed",
-            "the extra `train`",
-            "pip install 'halation[train]'",
+            "the package peft",
+            install_command("train", "peft"),
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 from halation.progress import StepProgress
 from halation.runs.run_folder import MetricsFile
 from halation.training.config import TrainConfig
@@ -247,12 +247,11 @@ def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
             raise InputError(
                 f"--report_to {name}, but {package} is not installed",
                 "an installed tracker",
-                f"pip install 'halation[{extra}]'",
+                install_command(extra, package),
             )
         else:
-            log.info(
-                "%s is not installed, so only metrics.jsonl is written (pip install 'halation[%s]')", package, extra
-            )
+            command = install_command(extra, package)
+            log.info("%s is not installed, so only metrics.jsonl is written (%s)", package, command)
     return tuple(usable)
 
 

@@ -196,4 +196,4 @@ def test_deepspeed_is_imported_on_demand_and_its_absence_names_the_extra(tmp_pat
         "except InputError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "pip install 'halation[deepspeed]'" in done.stdout
+    assert """pip install "deepspeed>=""" in done.stdout

@@ -382,7 +382,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:
     code += f" sys.argv[1:] = {words!r}; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "pip install 'halation[ray]'" in done.stderr
+    assert """pip install "ray>=""" in done.stderr
 
 
 def order(**changes: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from halation.distributed.checkpoint.reader import CheckpointReader, TensorShard
 from halation.distributed.engines import deepspeed_config
 from halation.distributed.engines.ddp_fsdp import Engine, EngineSettings, build_adamw
 from halation.distributed.world import World
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 
 log = logging.getLogger(__name__)
 
@@ -289,8 +289,8 @@ def import_deepspeed(world: World) -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise InputError(
             "--engine deepspeed, but DeepSpeed is not installed",
-            "the extra `deepspeed`",
-            "pip install 'halation[deepspeed]', or use --engine fsdp",
+            "the package deepspeed",
+            f"{install_command('deepspeed')}, or use --engine fsdp",
         )
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     with _ignore_warnings():

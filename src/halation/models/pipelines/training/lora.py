@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halation.errors import InputError
+from halation.errors import InputError, install_command
 
 _ADAPTER = "default"  # the default adapter name of peft
 _DOWN, _UP = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
@@ -74,7 +74,7 @@ def inject_lora(module: nn.Module, lora: LoraSettings, default_targets: Sequence
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise InputError(
-            f"LoRA adapters, but {error.name} is not installed", "the extra `train`", "pip install 'halation[train]'"
+            f"LoRA adapters, but {error.name} is not installed", "the package peft", install_command("train", "peft")
         ) from error
 
     names = _target_layers(module, lora.targets or tuple(default_targets), default_targets)
