@@ -153,7 +153,7 @@ def test_other_frames_and_another_spec_give_other_bytes() -> None:
 
 def test_without_pyav_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(InputError, match=r"halation\[video\]") as refusal:
+    with pytest.raises(InputError, match=r'pip install "av>=') as refusal:
         encode_mp4(moving(2, 16, 16), 8, {})
     assert refusal.value.exit_code == 2
 

@@ -69,6 +69,17 @@ def _conv_bn_relu(width_in: int, width_out: int, kernel: int, stride: int = 1) -
     )
 
 
+class _RowwiseLinear(nn.Linear):
+    """A linear layer whose result for a row does not depend on the row's place in the batch.
+
+    Matrix products of some CPUs round the first and last rows of a batch differently if there are only two or three
+    outputs. A product and a sum per row do not.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(1) * self.weight).sum(dim=-1) + self.bias
+
+
 class StreetsNet(nn.Module):
     """Maps images (B, 64, 64, 3) of 0..255 to features (B, 256) and the logits of each head.
 
@@ -90,7 +101,7 @@ class StreetsNet(nn.Module):
         self.norm = nn.BatchNorm1d(NUM_FEATURES, affine=False)
         self.heads = nn.ModuleDict(
             {
-                name: nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, num))
+                name: nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), _RowwiseLinear(64, num))
                 for name, num in HEADS.items()
             }
         )
