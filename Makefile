@@ -67,7 +67,7 @@ lint: $(STAMP)
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 
-# Two groups: parallel, then serial (.ci/tests.py).
+# Two groups beside each other: one in parallel, one serially (.ci/tests.py).
 test: lint browser
 	$(VENV)/bin/python .ci/tests.py $(PYTEST_ARGS)
 
