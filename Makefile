@@ -22,7 +22,7 @@ help:
 	@echo "make browser    install Chromium for the browser tests, or print how to"
 	@echo "make lint       only ruff, mypy and import-linter"
 	@echo "make format     fix and format the code with ruff"
-	@echo "make docs       regenerate docs/api.md from docstrings and settings"
+	@echo "make docs       regenerate docs/api.md and the types of the Python API from docstrings and settings"
 	@echo "make clean      remove caches and build folders (keeps .venv and runs)"
 
 $(STAMP): pyproject.toml constraints.txt tests/oracles.txt
@@ -97,6 +97,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(VENV)/bin/python docs/reference.py
+	$(VENV)/bin/python docs/api_stub.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/halation.egg-info

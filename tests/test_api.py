@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,81 @@ def test_a_training_and_a_drawing_from_python(tmp_path: Path) -> None:
         "progress": "none",
         "nproc": 2,
     }
-    assert halation.train(**settings, output_dir=tmp_path / "run") == 0
+    events: list[halation.ProgressEvent] = []
+    run = halation.train(**settings, output_dir=tmp_path / "run", on_progress=events.append)
+    assert (run.exit_code, [path.name for path in run.checkpoints]) == (0, ["step_0000002"])
+    assert (run.export / "model.safetensors").is_file()
+    assert [row.seed for row in run.samples] == list(range(42, 50))
+    assert run.metrics[-1]["step"] == 2
+    assert [event.done for event in events] == sorted(event.done for event in events)
+    steps = [event for event in events if not event.is_message]
+    assert (steps[-1].job, steps[-1].done, steps[-1].total) == ("training", 2, 2)
+    assert steps[-1].values["loss"] > 0
     drawn = tmp_path / "drawn"
-    assert halation.sample(checkpoint=str(tmp_path / "run"), output_dir=str(drawn), prompts="a red car", nproc=2) == 0
-    assert [row["state"] for row in json.loads((drawn / "samples.json").read_text())["samples"]] == ["done"]
+    result = halation.sample(checkpoint=str(run.output_dir), output_dir=str(drawn), prompts="a red car", nproc=2)
+    assert [(row.prompt, row.path) for row in result.rows] == [("a red car", drawn / "sample_00.png")]
+    assert result.rows[0].open().size == (32, 32)
+    assert result.grid.is_file()
+
+
+def test_a_config_object_is_accepted_in_place_of_keywords(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red car\n")
+    config = halation.GenerateConfig(
+        prompts_csv=str(prompts),
+        model_path="testcard",
+        output_dir=tmp_path / "out",
+        height=32,
+        width=32,
+        progress="none",
+    )
+    assert [row.prompt for row in halation.generate(config)] == ["a red car"]
+    with pytest.raises(TypeError, match="one GenerateConfig, or settings as keywords"):
+        halation.generate(config, height=64)
+    with pytest.raises(TypeError, match="one TrainConfig"):
+        halation.train(config)  # type: ignore[call-overload]
+
+
+def test_the_stub_of_the_api_has_every_setting() -> None:
+    stub = Path("docs/api_stub.py")
+    made = subprocess.run([sys.executable, "-c", _MAKE_STUB, str(stub)], capture_output=True, text=True, check=True)
+    assert Path(halation.__file__).with_suffix(".pyi").read_text() == made.stdout, "run python docs/api_stub.py"
+
+
+_MAKE_STUB = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['make_stub']())"
+
+
+def test_a_callback_that_raises_or_is_slow_does_not_stop_a_generation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def callback(event: halation.ProgressEvent) -> None:
+        calls.append(event.done)
+        raise RuntimeError("a bug in the notebook")
+
+    prompts = [f"car {number}" for number in range(40)]
+    settings = {"model_path": "testcard", "height": 32, "width": 32, "nproc": 1, "progress": "none"}
+    result = halation.generate(prompts=prompts, output_dir=tmp_path / "out", on_progress=callback, **settings)
+    assert result.exit_code == 0
+    assert len(result.paths) == 40
+    assert len(calls) == 1
+    printed = capfd.readouterr().err
+    assert printed.count("the progress callback failed") == printed.count("RuntimeError: a bug in the notebook") == 1
+
+
+def test_prompts_are_a_list_of_texts_or_of_columns(tmp_path: Path) -> None:
+    settings = {"model_path": "testcard", "height": 32, "width": 32, "nproc": 1, "progress": "none"}
+    prompts = ["a\nred 'car', \"fast\"", {"prompt": "a blue car", "seed": 7, "image_id": "blue"}]
+    result = halation.generate(prompts=prompts, output_dir=tmp_path / "out", **settings)
+    assert [(row.prompt, row.seed) for row in result] == [(prompts[0], 42), ("a blue car", 7)]
+    written = [path.stat().st_mtime_ns for path in result.paths]
+    again = halation.generate(prompts=prompts, output_dir=tmp_path / "out", **settings)
+    assert [path.stat().st_mtime_ns for path in again.paths] == written
+    with pytest.raises(InputError, match="prompt 2 is a int"):
+        halation.generate(prompts=["a car", 3], output_dir=tmp_path / "other", **settings)  # type: ignore[list-item]
+    with pytest.raises(InputError, match="no prompts"):
+        halation.generate(prompts=[], output_dir=tmp_path / "empty", **settings)
 
 
 def test_an_error_is_raised_and_not_an_exit(tmp_path: Path) -> None:
@@ -56,9 +129,14 @@ def test_a_generation_from_python_says_by_its_code_whether_every_image_is_there(
         "progress": "none",
     }
     monkeypatch.setenv("HALATION_FAULT", "paint.000002:1+:raise")
-    assert halation.generate(**settings) == 1
+    result = halation.generate(**settings)
+    assert result.exit_code == 1
+    assert [(row.prompt, row.seed, row.path) for row in result.failures] == [("a blue car", 43, None)]
+    assert "injected" in result.failures[0].reason.lower()
+    with pytest.raises(FileNotFoundError, match="000002 failed"):
+        result.failures[0].open()
     monkeypatch.delenv("HALATION_FAULT")
-    assert halation.generate(**settings) == 0
+    assert halation.generate(**settings).exit_code == 0
     names = {path.name for path in (tmp_path / "pictures").glob("*.png")}
     assert names == {"000001_seed42.png", "000002_seed43.png", "000003_seed44.png"}
 
@@ -84,7 +162,10 @@ def test_an_evaluation_from_python_returns_its_report(tmp_path: Path) -> None:
         progress="none",
     )
     assert report["metrics"]["fd"]["name"] == "FD-streets"
-    assert report["metrics"]["fd"]["value"] > 1
+    assert report["metrics"]["fd"]["value"] == report.value("fd") > 1
+    assert json.loads(json.dumps(report)) == report
+    with pytest.raises(KeyError, match="they have fd"):
+        report.value("fid")
     with pytest.raises(InputError, match=r"halation\.evaluate\(\)"):
         halation.evaluate(folder=str(tmp_path))
 
@@ -93,6 +174,7 @@ def test_an_evaluation_from_python_returns_its_report(tmp_path: Path) -> None:
     ("module", "names"),
     [
         ("halation", ["RankSampler", "Sample", "distill", "evaluate", "generate", "sample", "train", "watch"]),
+        ("halation", ["TrainConfig", "GenerationResult", "Scores", "load_model", "LoadedModel", "ProgressEvent"]),
         ("halation.errors", ["HalationError", "InputError", "RankFailure"]),
         ("halation.adapters.accelerate", ["rank_sampler"]),
         ("halation.adapters.lightning", ["SamplerCallback"]),

@@ -12,14 +12,21 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
+OBSERVER_ENV = "HALATION_PROGRESS_FD"
+"""File descriptor to which this process writes its progress, for `observe` in the process that started it."""
+OBSERVED_EVERY_S = 0.2
+MAX_EVENT_BYTES = 4000
+"""A line of at most PIPE_BUF bytes is written to a pipe whole, or not at all."""
+OBSERVER_TIMEOUT_S = 5.0
 REDRAWS_PER_S = 5
 PLAIN_EVERY_S = 30.0
 JSON_EVERY_S = 1.0
@@ -115,6 +122,68 @@ def fit_columns(wanted: Mapping[str, int], label_width: int, width: int) -> dict
     return {"label": label_width, "bar": bar, **{name: chosen[name] for name in COLUMN_ORDER if name in chosen}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgressEvent:
+    """One event of a running job, as a callback of the Python API receives it."""
+
+    job: str
+    """What is counted: training, sampling, generation, or the title of the bar."""
+    done: int
+    """Finished steps or images, those of earlier calls included."""
+    total: int
+    text: str = ""
+    """The text beside the bar, or a message such as a saved checkpoint or a warning."""
+    is_message: bool = False
+    values: dict[str, Any] = field(default_factory=dict)
+    """Numbers, by the names of `--progress json`: loss and lr of a training, failed images of a generation."""
+
+
+@contextlib.contextmanager
+def observe(callback: Callable[[ProgressEvent], object] | None) -> Iterator[None]:
+    """Call `callback` with the progress of this process and of the ranks that it starts.
+
+    It runs on a thread of its own. Events are dropped while it is slower than the job, which never waits for it. If it
+    raises, the traceback is printed and it is not called again.
+    """
+    if callback is None:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous = os.environ.get(OBSERVER_ENV)
+    os.environ[OBSERVER_ENV] = str(writer)
+    thread = threading.Thread(target=_call_back, args=(reader, callback), name="halation-callback", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[OBSERVER_ENV]
+        else:
+            os.environ[OBSERVER_ENV] = previous
+        os.close(writer)
+        thread.join(OBSERVER_TIMEOUT_S)
+
+
+def _call_back(reader: int, callback: Callable[[ProgressEvent], object]) -> None:
+    is_failed = False
+    with open(reader, "rb") as lines:
+        for line in lines:  # to the end, or the pipe would stay full
+            if not is_failed:
+                try:
+                    callback(ProgressEvent(**json.loads(line)))
+                except Exception:  # noqa: BLE001 - the code of the caller must not end the job
+                    text = f"halation: the progress callback failed and is not called again:\n{traceback.format_exc()}"
+                    SafeStream(sys.stderr).write(text)
+                    is_failed = True
+
+
+def observer_fds() -> tuple[int, ...]:
+    """Return the file descriptor that a child process must inherit to be observed, if there is one."""
+    value = os.environ.get(OBSERVER_ENV, "")
+    return (int(value),) if value else ()
+
+
 class SafeStream:
     """A stream that drops output when its reader is gone."""
 
@@ -163,6 +232,7 @@ class ProgressDisplay:
         self.lock = threading.RLock()
         self._stream = SafeStream(stream)
         self._live: Live | None = None
+        self._observed_at = -OBSERVED_EVERY_S
 
     def __enter__(self) -> Self:
         if self.kind == "rich":
@@ -199,6 +269,22 @@ class ProgressDisplay:
                 line = json.dumps(json_object) if self.kind == "json" else escape_control_characters(text)
                 self._stream.write(line + "\n")
                 self._stream.flush()
+
+    def notify(self, event: ProgressEvent, *, is_due: bool = False) -> None:
+        """Send an event to the observer of this process, at most one per OBSERVED_EVERY_S unless it `is_due`."""
+        now = self.clock()
+        if is_due or now - self._observed_at >= OBSERVED_EVERY_S:
+            self._observed_at = now
+            line = json.dumps(asdict(event)).encode() + b"\n"
+            for fd in observer_fds() if len(line) <= MAX_EVENT_BYTES else ():
+                with contextlib.suppress(OSError):  # a full pipe: the callback is slow
+                    os.write(fd, line)
+
+    def notify_message(self, bar: Bar, text: str) -> None:
+        """Send a message to the observer of this process."""
+        job = "generation" if bar.label == "all" else bar.label
+        event = ProgressEvent(job=job, done=bar.num_finished, total=bar.total, text=text, is_message=True)
+        self.notify(event, is_due=True)
 
     def render(self, width: int, height: int) -> RenderableType:
         """Return the current content for a terminal of this size."""
@@ -265,6 +351,8 @@ class StepProgress(ProgressDisplay):
     def update(self, step: int, words: str, numbers: Mapping[str, float], total: int | None = None) -> None:
         bar, now = self.bar, self.clock()
         bar.num_succeeded, bar.state, bar.total = step, words, total or bar.total
+        event = ProgressEvent(job=bar.label, done=step, total=bar.total, text=words, values=dict(numbers))
+        self.notify(event, is_due=step == bar.total)
         self._words_width = max(self._words_width, len(words))
         is_due = now - self._report_time >= (JSON_EVERY_S if self.kind == "json" else PLAIN_EVERY_S)
         is_last = step == bar.total and self._reported_step != step
@@ -280,6 +368,7 @@ class StepProgress(ProgressDisplay):
     def print_line(self, text: str) -> None:
         """Print an event: a checkpoint, samples, a warning."""
         self.show_line(text, {"event": text})
+        self.notify_message(self.bar, text)
 
     def render(self, width: int, height: int) -> RenderableType:
         wanted = {"count": 2 * len(str(self.bar.total)) + 1, "times": 15, "words": self._words_width}
@@ -428,6 +517,7 @@ class GenerationProgress(ProgressDisplay):
             bar = self._start_bar(worker, self.start_time if self._drawing_start is None else self._drawing_start)
             bar.num_succeeded += success
             bar.num_failed += failed
+            self._notify_counts()
 
     def set_assigned(self, worker: str, num: int) -> None:
         """Set the total of a worker's bar."""
@@ -441,6 +531,7 @@ class GenerationProgress(ProgressDisplay):
     def print_line(self, text: str) -> None:
         """Print a line above the bars."""
         self.show_line(text, self._json_object("message", text=escape_control_characters(text)))
+        self.notify_message(self.overall(), text)
 
     def render(self, width: int, height: int) -> RenderableType:
         digits = len(str(self.num_planned))
@@ -462,6 +553,13 @@ class GenerationProgress(ProgressDisplay):
         if self._drawing_start is None:
             self._drawing_start = bar.rate_start
         return bar
+
+    def _notify_counts(self) -> None:
+        bar = self.overall()
+        per_s = bar.per_s(self.clock())
+        values = {"failed": bar.num_failed, "per_s": None if per_s is None else round(per_s, 3)}
+        event = ProgressEvent(job="generation", done=bar.num_succeeded, total=bar.total, values=values)
+        self.notify(event, is_due=bar.num_finished >= bar.total)
 
     def _report_regularly(self) -> None:
         while not self._finished.wait(JSON_EVERY_S if self.kind == "json" else PLAIN_EVERY_S):

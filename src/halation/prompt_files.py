@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ _COLUMN_TYPES = {
     "steps": _ColumnType(("steps", "num_inference_steps"), int, "a whole number from 1 to 10000", 1, 10000),
     "guidance_scale": _ColumnType(("guidance_scale",), float, "a finite number, 0 or more", 0, sys.float_info.max),
 }
+_LIST_NAME = "the list of prompts"
 _FORMAT_HINT = "use the extension of its format: .csv, .txt, .jsonl or .parquet"
 
 
@@ -109,6 +111,22 @@ class PromptFile:
             ignored_columns = tuple(shorten(column) for column in header if column and column not in known)
         sha256 = hashlib.sha256(data).hexdigest()
         return cls(name=name, format=kind, sha256=sha256, ignored_columns=ignored_columns, data=data)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[str | Mapping[str, Any]]) -> PromptFile:
+        """Return the list that a file with these rows would be; a row is a text, or columns by name."""
+        lines = []
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row, str | Mapping):
+                raise InputError(
+                    f"prompt {number} is a {type(row).__name__}", "a text, or a dict of columns", "correct the list"
+                )
+            lines.append(json.dumps({"prompt": row} if isinstance(row, str) else dict(row), ensure_ascii=False))
+        data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
+        csv_jsonl_reader.check_text(_LIST_NAME, data)
+        csv_jsonl_reader.check_num_lines(_LIST_NAME, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(name=_LIST_NAME, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
 
     def rows(self) -> Iterator[PromptRow]:
         """Yield the rows, converted one by one; a malformed row raises InputError."""

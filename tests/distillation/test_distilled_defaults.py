@@ -114,7 +114,9 @@ def test_a_distilled_run_its_samples_and_its_export_draw_the_same_by_default(
     assert len(samples) == 2
     given = {"seed_start": 7, "batch_size": 1, "progress": "none"}
     for name, model in (("from_run", run), ("from_export", run / "export")):
-        assert halation.generate(prompts_csv=prompts, model_path=model, output_dir=tmp_path / name, **given) == 0
+        assert (
+            halation.generate(prompts_csv=prompts, model_path=model, output_dir=tmp_path / name, **given).exit_code == 0
+        )
         rows = [json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()]
         assert {row["steps"] for row in rows} == {2}
         drawn = [read_png(path)[0] for path in sorted((tmp_path / name).glob("*.png"))]
@@ -127,6 +129,9 @@ def test_a_distilled_run_its_samples_and_its_export_draw_the_same_by_default(
     assert "3 steps, but the model was distilled (trajectory) for 2" in capfd.readouterr().err
     other = {**given, "num_inference_steps": 3}
     assert (
-        halation.generate(prompts_csv=prompts, model_path=run / "export", output_dir=tmp_path / "other", **other) == 0
+        halation.generate(
+            prompts_csv=prompts, model_path=run / "export", output_dir=tmp_path / "other", **other
+        ).exit_code
+        == 0
     )
     assert "distilled (trajectory) for 2" in (tmp_path / "other/logs/generate.log").read_text()

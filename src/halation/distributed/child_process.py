@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import Interrupted
+from halation.progress import observer_fds
 from halation.runs.lock import FolderMonitor
 
 _PARENT_PID_ENV = "HALATION_PARENT"
@@ -85,7 +86,7 @@ def start_child(
             [sys.executable, "-P", *arguments],
             env={**environment, _PARENT_PID_ENV: str(os.getpid())},
             process_group=0,
-            pass_fds=pass_fds,
+            pass_fds=[*pass_fds, *observer_fds()],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -20,6 +20,7 @@ from halation.errors import InputError, Interrupted, install_command
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.ledger_setup import claim_ledger_kind
+from halation.generation.loaded_model import LoadedModel
 from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
 from halation.generation.shared_folder.shared_session import run_shared
@@ -38,20 +39,34 @@ PoolFactory = Callable[[Mapping[str, Any]], WorkerPool]
 
 def run(config: GenerateConfig) -> int:
     """Generate the missing images; return 0 only if all images are done."""
+    return generate(config)
+
+
+def generate(
+    config: GenerateConfig,
+    prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    model: LoadedModel | None = None,
+) -> int:
+    """Generate the missing images, for a list of prompts and with a loaded model if these are given."""
     with interrupt_on_signals():
-        return _run(config)
+        return _run(config, prompts, model)
 
 
-def _run(config: GenerateConfig) -> int:
+def _run(config: GenerateConfig, rows: Sequence[str | Mapping[str, Any]] | None, model: LoadedModel | None) -> int:
     check_config(config)
-    prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
-    model_ref = resolve_model(config.model_path, raw=config.raw)
+    prompts = (
+        PromptFile.open(config.prompts_csv, config.prompts_format or None) if rows is None else PromptFile.of_rows(rows)
+    )
+    if model is not None:
+        config, model_ref = model.resolve(config)
+    else:
+        model_ref = resolve_model(config.model_path, raw=config.raw)
     folder = config.output_dir
     if config.cluster == "files":
         local_slots = list_local_slots(config)
         runs.make_folder(folder)
         return run_shared(resolve_config(config, model_ref, local_slots), prompts, model_ref, local_slots)
-    worker_context = prepare_workers(config)
+    worker_context = model.open_pool(config) if model else prepare_workers(config)
     runs.make_folder(folder)
     check_not_shared(folder)
     if not (folder / LEDGER_FILE).exists():

@@ -30,14 +30,19 @@ _MAX_NAME_BYTES = 4096
 
 def run(config: SampleConfig) -> int:
     """Sample on launched ranks or start them; return 0 only if every image exists."""
+    sample(config)
+    return 0
+
+
+def sample(config: SampleConfig) -> Path:
+    """Sample as `run` does, and return the folder of the images."""
     check_settings(config)
     config = dataclasses.replace(config, checkpoint=resolve_checkpoint(config.checkpoint))
     devices = (
         () if launcher.is_launched() else launcher.select_devices(config.nproc, config.gpu_ids, config.oversubscribe)
     )
     if not devices:
-        run_rank(config)
-        return 0
+        return run_rank(config)
     config, identity = _resolve_config(config)
     assert config.output_dir is not None
     runs.make_folder(config.output_dir)
@@ -48,7 +53,7 @@ def run(config: SampleConfig) -> int:
             run_rank(config, has_lock=True)
         else:
             launcher.Launcher(run_rank, config, devices, 0, config.output_dir, monitor).run()
-    return 0
+    return config.output_dir
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> Path:
@@ -122,8 +127,8 @@ def prepare_folder(folder: Path, identity: dict[str, Any]) -> None:
     runs.write_json_atomic(record, {"job": "sample", "fixed": identity})
 
 
-def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
-    """Run one rank; under torchrun or srun, rank 0 also locks the folder."""
+def run_rank(config: SampleConfig, has_lock: bool = False) -> Path:
+    """Run one rank and return the folder; under torchrun or srun, rank 0 also locks it."""
     launcher.tie_rank_to_launcher()
     from halation.distributed.world import init_world, run_on_rank_zero
 
@@ -144,6 +149,7 @@ def run_rank(config: SampleConfig, has_lock: bool = False) -> None:
             config = from_json(SampleConfig, values)
         assert config.output_dir is not None
         _draw_samples(world, config, config.output_dir)
+    return config.output_dir
 
 
 def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:

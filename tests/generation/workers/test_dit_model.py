@@ -31,7 +31,7 @@ def generate(tmp_path: Path, run: Path, name: str = "out", **settings: object) -
     prompts.write_text("\n".join(PROMPTS) + "\n")
     folder = tmp_path / name
     given = {"num_inference_steps": 3, "progress": "none", "batch_size": 2, **settings}
-    assert halation.generate(prompts_csv=prompts, model_path=run, output_dir=folder, **given) == 0
+    assert halation.generate(prompts_csv=prompts, model_path=run, output_dir=folder, **given).exit_code == 0
     return folder
 
 

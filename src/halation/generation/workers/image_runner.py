@@ -369,8 +369,14 @@ class ImageRunner:
 
     model: ImageModel
 
-    def __init__(self, settings: Mapping[str, Any], store: Callable[[EncodedImage], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        store: Callable[[EncodedImage], None] | None = None,
+        open_model: Callable[[Mapping[str, Any]], ImageModel] = open_model,
+    ) -> None:
         """`store` receives the encoded images; by default it writes them into the run folder."""
+        self._open_model = open_model
         self.settings = settings
         self.encode_options = EncodeOptions(**settings["style"])
         self.label: str = settings["label"]
@@ -385,7 +391,12 @@ class ImageRunner:
 
     def prepare(self) -> None:
         """Load the model on the thread that will use it."""
-        self.model = self._run_on_model_thread(lambda: open_model(self.settings))
+        self.model = self._run_on_model_thread(lambda: self._open_model(self.settings))
+
+    def close(self) -> None:
+        """End the threads; all tasks must be done."""
+        self._model_thread.shutdown()
+        self._encoder_threads.shutdown()
 
     def _run_on_model_thread(self, action: Callable[[], Result]) -> Result:
         return self._model_thread.submit(action).result()

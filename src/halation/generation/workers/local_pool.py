@@ -229,7 +229,19 @@ class TaskHandler(ABC):
     def send_event(self, kind: str, task: int = -1, **body: Any) -> None:
         """Send an event to the supervisor."""
 
-    def dry_run(self, runner: ImageRunner, settings: dict[str, Any]) -> None:
+    def open_runner(self, runner: ImageRunner) -> bool:
+        """Load the model; return False if it is refused."""
+        start_time = time.perf_counter()
+        try:
+            runner.prepare()
+        except HalationError as error:
+            self.send_event("refused", message=str(error), exit_code=error.exit_code)
+            return False
+        self.send_event("ready", facts=dict(runner.model.facts), seconds=round(time.perf_counter() - start_time, 2))
+        return True
+
+    def check_plan(self, runner: ImageRunner, settings: dict[str, Any]) -> None:
+        """Check that the model supports the plan's examples, and measure the micro-batch if it is 0."""
         try:
             examples = [SampleSpec(**spec) for spec in settings["examples"]]
             size = runner.dry_run(examples, settings["batch_size"], settings["micro_batch"])
@@ -292,22 +304,17 @@ class LocalWorker(TaskHandler):
         message = self._receive_message()
         if message is None:
             return
-        start_time = time.perf_counter()
         logging.getLogger("halation").addHandler(EventLogHandler(self))
-        try:
-            runner = ImageRunner(message)
-            runner.prepare()
-        except HalationError as error:
-            self.send_event("refused", message=str(error), exit_code=error.exit_code)
+        runner = ImageRunner(message)
+        if not self.open_runner(runner):
             return
-        self.send_event("ready", facts=runner.model.facts, seconds=round(time.perf_counter() - start_time, 2))
         with ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="task") as executor:
             while (message := self._receive_message()) is not None:
                 match message["do"]:
                     case "draw":
                         executor.submit(self.run_task, runner, BatchTask.from_json(message["task"]))
                     case "rehearse":
-                        executor.submit(self.dry_run, runner, message)
+                        executor.submit(self.check_plan, runner, message)
                     case "drop":
                         runner.drop(message["number"])
                     case "stop":

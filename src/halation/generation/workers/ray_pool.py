@@ -114,7 +114,7 @@ class GenerationActor(TaskHandler):
     def dry_run_batch(self, examples: Sequence[dict[str, Any]], batch_size: int, micro_batch: int) -> dict[str, Any]:
         settings = {"examples": examples, "batch_size": batch_size, "micro_batch": micro_batch}
         try:
-            self.dry_run(self._get_runner(), settings)
+            self.check_plan(self._get_runner(), settings)
         except HalationError as error:
             return _refusal_message(error)
         return self._replies.pop(-1)

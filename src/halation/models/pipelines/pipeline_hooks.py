@@ -66,6 +66,20 @@ class PipelineHooks:
     use_cuda_graphs: bool = False  # replay the denoisers' forwards as CUDA graphs
     timesteps_on_cpu: bool = False
     _call: PipelineCall | None = field(default=None, init=False)
+    _replaced: list[tuple[Any, str, Any]] = field(default_factory=list, init=False)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, function)
+
+    def uninstall(self) -> None:
+        """Restore what `install` replaced."""
+        for owner, name, previous in reversed(self._replaced):
+            if previous is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, previous)
+        self._replaced.clear()
 
     def install(self) -> None:
         """Install the hooks; call this before any offloading.
@@ -73,20 +87,20 @@ class PipelineHooks:
         accelerate stores the `forward` it finds and restores it with its hooks.
         """
         scheduler = self.pipe.scheduler
-        scheduler.step = self._wrap_step(scheduler.step)
+        self._replace(scheduler, "step", self._wrap_step(scheduler.step))
         if self.timesteps_on_cpu:
-            scheduler.set_timesteps = keep_timesteps_on_cpu(scheduler.set_timesteps)
+            self._replace(scheduler, "set_timesteps", keep_timesteps_on_cpu(scheduler.set_timesteps))
         for name in DENOISER_COMPONENTS:
             module = getattr(self.pipe, name, None)
             if isinstance(module, nn.Module):
                 forward = CudaGraphForward(module.forward) if self.use_cuda_graphs else module.forward
-                module.forward = self._wrap_denoiser(forward)
+                self._replace(module, "forward", self._wrap_denoiser(forward))
         for name, module in self.pipe.components.items():
             if name.startswith("text_encoder") and isinstance(module, nn.Module):
-                module.forward = cache_encodings(module.forward)
+                self._replace(module, "forward", cache_encodings(module.forward))
         vae = getattr(self.pipe, "vae", None)
         if vae is not None and hasattr(vae, "decode"):
-            vae.decode = self._wrap_decode(vae.decode)
+            self._replace(vae, "decode", self._wrap_decode(vae.decode))
 
     @contextmanager
     def track_call(self, call: PipelineCall) -> Iterator[PipelineCall]:

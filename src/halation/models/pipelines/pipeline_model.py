@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halation.errors import InputError
 from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
+from halation.models.dtypes import DTYPES
+from halation.models.model_path_resolver import ModelRef
 from halation.models.pipelines import load
-from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
+from halation.models.pipelines.capabilities import (
+    PipelineChecker,
+    PipelineOptions,
+    call_parameters,
+    check_text_only,
+)
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
@@ -154,6 +165,63 @@ def open_pipeline(
     return _assemble(pipe, family, options)
 
 
+def describe_pipeline(pipe: Any) -> tuple[ModelRef, str, str]:
+    """Return the reference, the device and the dtype of a pipeline that the caller has loaded."""
+    if not isinstance(pipe, diffusers.DiffusionPipeline):
+        raise InputError(
+            f"model_path is a {type(pipe).__name__}",
+            "a path or name, a diffusers pipeline, or the result of halation.load_model()",
+            "give one of these",
+        )
+    check_text_only(type(pipe))
+    dtype = next((name for name, found in DTYPES.items() if found == pipe.dtype), "")
+    if not dtype:
+        raise InputError(f"a pipeline in {pipe.dtype}", f"one of {', '.join(DTYPES)}", "load it with one of these")
+    name = Path(str(pipe.config.get("_name_or_path") or type(pipe).__name__)).name
+    model_ref = ModelRef(load_args={"kind": "pipeline", "path": name}, name=name, digest=_pipeline_digest(pipe))
+    return model_ref, str(pipe._execution_device), dtype
+
+
+def _pipeline_digest(pipe: Any) -> str:
+    """Hash all that decides the images of a loaded pipeline: configs, vocabularies and every weight."""
+    digest = hashlib.sha256(type(pipe).__name__.encode())
+    for name, component in sorted(pipe.components.items()):
+        config = getattr(component, "config", None)
+        settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+        vocabulary = sorted(component.get_vocab().items()) if hasattr(component, "get_vocab") else []
+        own = {key: value for key, value in settings.items() if not key.startswith("_")}
+        text = json.dumps([name, type(component).__name__, own, vocabulary], sort_keys=True, default=str)
+        digest.update(text.encode())
+        for key, tensor in sorted(component.state_dict().items()) if isinstance(component, nn.Module) else ():
+            digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextmanager
+def borrow_pipeline(pipe: Any, *, scheduler: str = "", **options: Any) -> Iterator[PipelineModel]:
+    """Generate with a pipeline that the caller has loaded, and leave it as it was."""
+    family = get_family(type(pipe).__name__)
+    checked = PipelineOptions(scheduler=scheduler, offload="none", compile=False, **options)
+    checked.check(type(pipe), family)
+    check_tokenizers(Path(type(pipe).__name__), pipe, family)
+    modules = [component for component in pipe.components.values() if isinstance(component, nn.Module)]
+    training = [module for module in modules if module.training]
+    own_scheduler, own_bar = pipe.scheduler, getattr(pipe, "_progress_bar_config", {})
+    for module in training:
+        module.eval()
+    pipe.set_progress_bar_config(disable=True)
+    model = _assemble(pipe, family, checked)
+    try:
+        yield model
+    finally:
+        model.release()
+        pipe.scheduler = own_scheduler
+        pipe.set_progress_bar_config(**own_bar)
+        for module in training:
+            module.train()
+
+
 def _assemble(pipe: Any, family: PipelineFamily, options: PipelineOptions) -> PipelineModel:
     """Set up scheduler, hooks, compiled blocks and offloading; only this order works."""
     original = type(pipe.scheduler).__name__
@@ -190,6 +258,10 @@ class PipelineModel:
         defaults = {name: parameter.default for name, parameter in self._parameters.items()}
         self._text_limit = PromptLengthCheck(pipe, checker.family, {**defaults, **self._options.arguments})
         self.facts = checker.describe(own_scheduler)
+
+    def release(self) -> None:
+        """Remove the hooks from the pipeline."""
+        self._hooks.uninstall()
 
     def check(self, spec: SampleSpec) -> None:
         """Raise InputError if the pipeline does not support a spec, with the nearest valid values."""
