@@ -30,36 +30,38 @@ In your own training loop, on every rank:
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from halation.progress import ProgressEvent, observe
-from halation.results import GenerationResult, ImageResult, SamplingResult, Scores, TrainingResult, WatchResult
 
 if TYPE_CHECKING:
     from halation.distillation.config import DistillConfig
     from halation.evaluation.config import EvaluateConfig
     from halation.generation.config import GenerateConfig
     from halation.generation.loaded_model import LoadedModel, load_model
+    from halation.progress import ProgressEvent
+    from halation.results import GenerationResult, ImageResult, SamplingResult, Scores, TrainingResult, WatchResult
     from halation.sampling.config import SampleConfig
     from halation.sampling.user_training_loop_sampler import RankSampler, Sample
     from halation.training.config import TrainConfig
     from halation.watcher.config import WatchConfig
 
 __version__ = "0.1.0"
-_LAZY = {
-    "DistillConfig": "halation.distillation.config",
-    "EvaluateConfig": "halation.evaluation.config",
-    "GenerateConfig": "halation.generation.config",
-    "LoadedModel": "halation.generation.loaded_model",
-    "RankSampler": "halation.sampling.user_training_loop_sampler",
-    "Sample": "halation.sampling.user_training_loop_sampler",
-    "SampleConfig": "halation.sampling.config",
-    "TrainConfig": "halation.training.config",
-    "WatchConfig": "halation.watcher.config",
-    "load_model": "halation.generation.loaded_model",
+_SOURCES = {
+    "halation.distillation.config": ("DistillConfig",),
+    "halation.evaluation.config": ("EvaluateConfig",),
+    "halation.generation.config": ("GenerateConfig",),
+    "halation.generation.loaded_model": ("LoadedModel", "load_model"),
+    "halation.progress": ("ProgressEvent",),
+    "halation.results": (
+        *("GenerationResult", "ImageResult", "SamplingResult", "Scores", "TrainingResult", "WatchResult"),
+    ),
+    "halation.sampling.config": ("SampleConfig",),
+    "halation.sampling.user_training_loop_sampler": ("RankSampler", "Sample"),
+    "halation.training.config": ("TrainConfig",),
+    "halation.watcher.config": ("WatchConfig",),
 }
-"""Imported on first use: some need torch, which is slow to import."""
+"""Modules that are imported on first use: some need torch, which is slow to import."""
 __all__ = [
     "DistillConfig",
     "EvaluateConfig",
@@ -86,36 +88,31 @@ __all__ = [
     "train",
     "watch",
 ]
-Callback = Callable[[ProgressEvent], object]
+Callback = Callable[["ProgressEvent"], object]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _SOURCES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def train(config: TrainConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
     """Run `halation train`."""
-    config = _as_config("train", "TrainConfig", config, settings)
-    with observe(on_progress):
-        code = _command("training").run(config)
-    return TrainingResult(output_dir=config.output_dir, exit_code=code)
+    return _train("train", "training", "TrainConfig", config, settings, on_progress)
 
 
 def distill(config: DistillConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
     """Run `halation distill`."""
-    config = _as_config("distill", "DistillConfig", config, settings)
-    with observe(on_progress):
-        code = _command("distillation").run(config)
-    return TrainingResult(output_dir=config.output_dir, exit_code=code)
+    return _train("distill", "distillation", "DistillConfig", config, settings, on_progress)
 
 
 def sample(config: SampleConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
     """Run `halation sample`."""
     config = _as_config("sample", "SampleConfig", config, settings)
-    with observe(on_progress):
-        return SamplingResult(output_dir=_command("sampling").sample(config))
+    folder = _call("sampling", "sample", on_progress, config)
+    return __getattr__("SamplingResult")(output_dir=folder)
 
 
 def generate(config: GenerateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
@@ -124,38 +121,42 @@ def generate(config: GenerateConfig | None = None, /, *, on_progress: Callback |
     `prompts` is a file, a list of texts, or a list of dicts with the columns of a prompt list. `model_path` may be a
     `LoadedModel` or a diffusers pipeline; it then generates in this process, one batch at a time.
     """
-    prompts, model = settings.get("prompts"), settings.get("model_path")
-    if isinstance(prompts, (list, tuple)):
+    rows = settings["prompts"] if isinstance(settings.get("prompts"), (list, tuple)) else None
+    model = settings.get("model_path")
+    model = None if model is None or isinstance(model, str | os.PathLike) else __getattr__("LoadedModel").of(model)
+    if rows is not None:
         settings["prompts"] = "-"
-    if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
-        model = __getattr__("LoadedModel").of(model)
+    if model is not None:
         settings["model_path"] = model.name
-    else:
-        model = None
     config = _as_config("generate", "GenerateConfig", config, settings)
-    with observe(on_progress):
-        code = _command("generation").generate(config, prompts if settings.get("prompts") == "-" else None, model)
-    return GenerationResult(output_dir=config.output_dir, exit_code=code)
+    code = _call("generation", "generate", on_progress, config, rows, model)
+    return __getattr__("GenerationResult")(output_dir=config.output_dir, exit_code=code)
 
 
 def evaluate(config: EvaluateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
     """Run `halation evaluate` and return the object that `--json` prints."""
     config = _as_config("evaluate", "EvaluateConfig", config, settings)
-    with observe(on_progress):
-        return Scores(_command("evaluation").evaluate(config))
+    return __getattr__("Scores")(_call("evaluation", "evaluate", on_progress, config))
 
 
 def watch(config: WatchConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
     """Run `halation watch`; with `once` it returns when all existing checkpoints are scored."""
     config = _as_config("watch", "WatchConfig", config, settings)
-    with observe(on_progress):
-        code = _command("watcher").run(config)
-    return WatchResult(output_dir=config.output_dir or config.run / "watch", exit_code=code)
+    code = _call("watcher", "run", on_progress, config)
+    return __getattr__("WatchResult")(output_dir=config.output_dir or config.run / "watch", exit_code=code)
 
 
-def _command(package: str) -> Any:
-    """Import a command when it is called: most commands import torch."""
-    return importlib.import_module(f"halation.{package}.command")
+def _train(name: str, package: str, config_name: str, config: Any, settings: Any, on_progress: Callback | None) -> Any:
+    config = _as_config(name, config_name, config, settings)
+    code = _call(package, "run", on_progress, config)
+    return __getattr__("TrainingResult")(output_dir=config.output_dir, exit_code=code)
+
+
+def _call(package: str, function: str, on_progress: Callback | None, *arguments: Any) -> Any:
+    """Call a function of a command's module, imported now because most commands import torch."""
+    command = importlib.import_module(f"halation.{package}.command")
+    with importlib.import_module("halation.progress").observe(on_progress):
+        return getattr(command, function)(*arguments)
 
 
 def _as_config(name: str, config_name: str, config: Any, settings: dict[str, Any]) -> Any:

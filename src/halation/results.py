@@ -1,4 +1,4 @@
-"""What the functions of the Python API return: the files of a finished command, as objects.
+"""Results of the Python API: the files of a finished command, as objects.
 
 An object holds the path of the folder and reads its files when they are asked for.
 """

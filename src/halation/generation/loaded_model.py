@@ -8,22 +8,15 @@ import functools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from halation.errors import InputError
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import BatchTask
+from halation.generation.workers import local_pool
 from halation.generation.workers.image_runner import ImageModel, ImageRunner, open_model
-from halation.generation.workers.local_pool import (
-    QUEUE_DEPTH,
-    TaskHandler,
-    WorkerEvent,
-    WorkerPool,
-    WorkerSlot,
-    list_local_slots,
-)
+from halation.generation.workers.local_pool import TaskHandler, WorkerEvent, WorkerPool, WorkerSlot
 from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.sample_specs import SampleSpec
 
@@ -48,7 +41,7 @@ def load_model(model_path: str | Path, *, dtype: str = "", device: str = "", raw
     generation loads the weights.
     """
     model_ref = resolve_model(str(model_path), raw=raw)
-    device = device or list_local_slots(GenerateConfig(nproc=1))[0].device
+    device = device or local_pool.list_local_slots(GenerateConfig(nproc=1))[0].device
     return LoadedModel(model_ref, device=device, dtype=dtype, raw=raw)
 
 
@@ -74,8 +67,10 @@ class LoadedModel:
             return model
         from halation.models.pipelines.pipeline_model import describe_pipeline
 
-        model_ref, device, dtype = describe_pipeline(model)
-        return cls(model_ref, device=device, dtype=dtype, pipe=model)
+        facts = describe_pipeline(model)
+        load_args = {"kind": "pipeline", "path": facts["name"]}
+        model_ref = ModelRef(load_args=load_args, name=facts["name"], digest=facts["digest"])
+        return cls(model_ref, device=facts["device"], dtype=facts["dtype"], pipe=model)
 
     def __enter__(self) -> LoadedModel:
         return self
@@ -150,7 +145,7 @@ class InProcessPool(TaskHandler):
         self.labels: Sequence[str] = [slot.label]
         self.names: Sequence[str] = ["this process"]
         self._runner = ImageRunner({**settings, "device": slot.device, "label": slot.label}, open_model=open_model)
-        self._executor = ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="task")
+        self._executor = ThreadPoolExecutor(local_pool.QUEUE_DEPTH, thread_name_prefix="task")
         self._events: queue.Queue[WorkerEvent] = queue.Queue()
 
     def send_event(self, kind: Any, task: int = -1, **body: Any) -> None:
@@ -160,7 +155,7 @@ class InProcessPool(TaskHandler):
         self._executor.submit(self.open_runner, self._runner)
 
     def dry_run(self, worker: int, examples: Sequence[SampleSpec], batch_size: int, micro_batch: int) -> None:
-        settings = {"examples": [asdict(spec) for spec in examples], "batch_size": batch_size}
+        settings = {"examples": [spec.as_json() for spec in examples], "batch_size": batch_size}
         self._executor.submit(self.check_plan, self._runner, settings | {"micro_batch": micro_batch})
 
     def submit(self, worker: int, task: BatchTask) -> None:

@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from halation.errors import InputError
 from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
 from halation.models.dtypes import DTYPES
-from halation.models.model_path_resolver import ModelRef
 from halation.models.pipelines import load
-from halation.models.pipelines.capabilities import (
-    PipelineChecker,
-    PipelineOptions,
-    call_parameters,
-    check_text_only,
-)
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters, check_text_only
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
@@ -165,8 +159,8 @@ def open_pipeline(
     return _assemble(pipe, family, options)
 
 
-def describe_pipeline(pipe: Any) -> tuple[ModelRef, str, str]:
-    """Return the reference, the device and the dtype of a pipeline that the caller has loaded."""
+def describe_pipeline(pipe: Any) -> dict[str, str]:
+    """Return name, digest, device and dtype of a pipeline that the caller has loaded."""
     if not isinstance(pipe, diffusers.DiffusionPipeline):
         raise InputError(
             f"model_path is a {type(pipe).__name__}",
@@ -178,8 +172,7 @@ def describe_pipeline(pipe: Any) -> tuple[ModelRef, str, str]:
     if not dtype:
         raise InputError(f"a pipeline in {pipe.dtype}", f"one of {', '.join(DTYPES)}", "load it with one of these")
     name = Path(str(pipe.config.get("_name_or_path") or type(pipe).__name__)).name
-    model_ref = ModelRef(load_args={"kind": "pipeline", "path": name}, name=name, digest=_pipeline_digest(pipe))
-    return model_ref, str(pipe._execution_device), dtype
+    return {"name": name, "digest": _pipeline_digest(pipe), "device": str(pipe._execution_device), "dtype": dtype}
 
 
 def _pipeline_digest(pipe: Any) -> str:
