@@ -17,6 +17,8 @@ from typing import Any
 import halation
 
 STUB = Path(halation.__file__).with_suffix(".pyi")
+PATHS = ("data", "generated", "model", "prompts", "reference", "vae", "weights")
+"""Settings in text form that are often paths."""
 FUNCTIONS = {
     "train": ("training", "TrainConfig", "TrainingResult"),
     "distill": ("distillation", "DistillConfig", "TrainingResult"),
@@ -92,13 +94,13 @@ def _type(hint: Any, function: str, name: str) -> str:
     if origin is typing.Literal:
         return f"Literal[{', '.join(map(repr, arguments))}]"
     if origin is tuple:
-        inner = _type(arguments[0], function, "")
+        inner = _type(arguments[0], function, name)
         return f"Sequence[{inner}] | {inner}"
     if type(None) in typing.get_args(hint):
         return " | ".join([*dict.fromkeys(_type(each, function, name) for each in arguments), "None"])
     if arguments:
         return " | ".join(dict.fromkeys(_type(each, function, name) for each in arguments))
-    if hint is Path or (hint is str and name.endswith(("_path", "_dir", "_csv", "_file"))):
+    if hint is Path or (hint is str and (name in PATHS or name.endswith(("_path", "_dir", "_csv", "_file")))):
         return "StrPath"
     return str(hint.__name__)
 

@@ -18,11 +18,12 @@ from PIL import Image, ImageFilter
 
 import halation
 from halation.data.streets import caption, draw, scene
+from halation.evaluation.config import Metric
 
 NUM_REFERENCE = 5000
 BLUR = 2.0
 """Radius of the Gaussian blur; a good model scores far better than blurred scenes."""
-METRICS = ("fd", "kid", "agreement")
+METRICS: tuple[Metric, ...] = ("fd", "kid", "agreement")
 
 
 def main() -> None:

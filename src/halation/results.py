@@ -128,8 +128,17 @@ class GenerationResult(_FolderResult):
                 if line and not line.startswith("#"):
                     index, name, seed, prompt, reason = line.split("\t")
                     name, prompt, reason = (json.loads(f'"{text}"') for text in (name, prompt, reason))
-                    row = {"index": int(index), "seed": int(seed), "settings": {}}
-                    found.append(ImageResult(path=None, id=name, prompt=prompt, reason=reason, **row))
+                    found.append(
+                        ImageResult(
+                            path=None,
+                            id=name,
+                            prompt=prompt,
+                            reason=reason,
+                            index=int(index),
+                            seed=int(seed),
+                            settings={},
+                        )
+                    )
         return sorted(found, key=lambda row: row.index)
 
     @property

@@ -104,7 +104,8 @@ class LoadedModel:
                 "the pipeline as it is",
                 "compile or offload it before the call, or give the path of its folder",
             )
-        return dataclasses.replace(config, dtype=self.dtype), self._model_ref
+        chosen: dict[str, Any] = {"dtype": self.dtype}
+        return dataclasses.replace(config, **chosen), self._model_ref
 
     @contextlib.contextmanager
     def open_pool(

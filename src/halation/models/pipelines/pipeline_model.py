@@ -159,14 +159,15 @@ def open_pipeline(
     return _assemble(pipe, family, options)
 
 
-def describe_pipeline(pipe: Any) -> dict[str, str]:
+def describe_pipeline(given: object) -> dict[str, str]:
     """Return name, digest, device and dtype of a pipeline that the caller has loaded."""
-    if not isinstance(pipe, diffusers.DiffusionPipeline):
+    if not isinstance(given, diffusers.DiffusionPipeline):
         raise InputError(
-            f"model_path is a {type(pipe).__name__}",
+            f"model_path is a {type(given).__name__}",
             "a path or name, a diffusers pipeline, or the result of halation.load_model()",
             "give one of these",
         )
+    pipe: Any = given
     check_text_only(type(pipe))
     dtype = next((name for name, found in DTYPES.items() if found == pipe.dtype), "")
     if not dtype:
@@ -179,7 +180,7 @@ def _pipeline_digest(pipe: Any) -> str:
     """Hash all that decides the images of a loaded pipeline: configs, vocabularies and every weight."""
     digest = hashlib.sha256(type(pipe).__name__.encode())
     for name, component in sorted(pipe.components.items()):
-        config = getattr(component, "config", None)
+        config: Any = getattr(component, "config", None)
         settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
         vocabulary = sorted(component.get_vocab().items()) if hasattr(component, "get_vocab") else []
         own = {key: value for key, value in settings.items() if not key.startswith("_")}
