@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import json
 import math
 import re
 import sys
@@ -110,6 +111,21 @@ class PromptFile:
         sha256 = hashlib.sha256(data).hexdigest()
         return cls(name=name, format=kind, sha256=sha256, ignored_columns=ignored_columns, data=data)
 
+    @classmethod
+    def from_texts(cls, texts: Iterable[str], name: str) -> PromptFile:
+        """Return prompts that are in no file; they are read as JSON lines would be."""
+        lines = (json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
+        data = b"".join(line.encode(errors="surrogateescape") + b"\n" for line in lines)
+        csv_jsonl_reader.check_text(name, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return cls(name=name, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
+
+    @classmethod
+    def from_values(cls, values: str | Sequence[str], format: str | None = None) -> PromptFile:
+        """Read the values of --prompts: one file, `-` for standard input, or texts."""
+        values = (values,) if isinstance(values, str) else values
+        return cls.open(values[0], format) if is_prompt_file(values) else cls.from_texts(values, "--prompts")
+
     def rows(self) -> Iterator[PromptRow]:
         """Yield the rows, converted one by one; a malformed row raises InputError."""
         row = None
@@ -135,10 +151,31 @@ def iter_prompts(path: str | Path, format: str | None = None) -> Iterator[Prompt
     return PromptFile.open(path, format).rows()
 
 
+def is_prompt_file(values: Sequence[str]) -> bool:
+    """Whether the values of --prompts are one file instead of texts.
+
+    One value is a file if it exists, is `-`, or is written like a path: a file that is missing must not become a text.
+    """
+    if len(values) != 1:
+        return False
+    value = values[0]
+    if value == "-":
+        return True
+    try:
+        if Path(value).exists():
+            return not Path(value).is_dir()
+    except (OSError, ValueError):  # a text too long for a path, or with a zero byte
+        return False
+    is_word = not any(char.isspace() for char in value)
+    return value.startswith(("/", "./", "../", "~/")) or (
+        is_word and ("/" in value or Path(value).suffix.lower().removeprefix(".") in FORMATS)
+    )
+
+
 def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str]:
-    """Return the prompts of the command line (`-`: of standard input), then those of a file."""
-    if list(prompts) == ["-"]:
-        prompts = [row.prompt for row in read_prompts("-")]
+    """Return the prompts of the command line, which may be one file or `-`, then those of a file."""
+    if is_prompt_file(prompts):
+        prompts = [row.prompt for row in read_prompts(prompts[0])]
     return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
 
 

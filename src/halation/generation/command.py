@@ -44,7 +44,7 @@ def run(config: GenerateConfig) -> int:
 
 def _run(config: GenerateConfig) -> int:
     check_config(config)
-    prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
+    prompts = PromptFile.from_values(config.prompts_csv or config.prompts, config.prompts_format or None)
     model_ref = resolve_model(config.model_path, raw=config.raw)
     folder = config.output_dir
     if config.cluster == "files":

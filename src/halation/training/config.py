@@ -28,7 +28,14 @@ class TrainConfig:
     The same command, run again, resumes from the last checkpoint.
     """
 
-    # -- model, data, optimizer
+    COMMON = (
+        "output_dir data image_size model model_path lora_rank n_steps batch_size accumulate lr warmup_steps ema_decay "
+        "seed dtype gradient_checkpointing compile engine nproc gpu_ids validation_images ckpt_every keep_last "
+        "report_to sample_prompts sample_prompts_file sample_steps guidance_scale eval_every eval_metrics"
+    )
+    """What --help shows; --help_all shows every setting."""
+
+    # -- output and data
     output_dir: Path = free_setting(Path("runs/train"))
     """Run folder: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
@@ -42,6 +49,7 @@ class TrainConfig:
     aspect_buckets: bool = setting(False)
     """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape.
     For --model_path."""
+    # -- model
     model: str = setting("small")
     """tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or `streets-64`
     of the package."""
@@ -61,6 +69,7 @@ class TrainConfig:
     """Learned extra tokens that take part in attention and are dropped before the output."""
     vae: str = setting("")
     """Folder of a diffusers AutoencoderKL: train on its latents. Empty: train on pixels."""
+    # -- optimisation
     n_steps: int = setting(20_000, change="grows", low=1)
     """Total number of optimizer steps; it may be raised when a run is resumed."""
     batch_size: int = setting(32, low=1)
@@ -91,6 +100,7 @@ class TrainConfig:
     the model's scheduler."""
     seed: int = setting(0, low=0, high=MAX_SEED)
     """Seed of the initial weights, the order of the data and all training noise."""
+    # -- precision, speed and memory
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
     """Precision of the forward and backward pass."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
@@ -101,7 +111,7 @@ class TrainConfig:
     nan_policy: Literal["stop", "skip"] = setting("stop")
     """What all ranks do if a loss or gradient is not finite on one of them: stop the run, or skip the update."""
 
-    # -- ranks and engines
+    # -- distributed
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
     """auto selects ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights,
     gradients, optimizer and EMA."""
@@ -125,12 +135,13 @@ class TrainConfig:
     """How often the ranks are restarted from the last checkpoint after one of them has failed."""
     threads: int = setting(1, low=1)
     """CPU threads per rank; results are reproducible only with the same number."""
+    # -- precision, speed and memory
     compile: bool = setting(False)
     """Compile the transformer blocks: the same maths with other rounding, after a minute or two of compilation."""
     gradient_checkpointing: bool = setting(False)
     """Recompute the activations of the blocks in the backward pass: less memory, a third more work."""
 
-    # -- data
+    # -- data loading
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free_setting("auto")
     """Where prepared images are cached: in memory, or in memory-mapped files (pixels, latents). With auto, latents are
     cached if --vae or --model_path is set, else images in memory."""
@@ -157,7 +168,7 @@ class TrainConfig:
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
     """auto shows a bar on a terminal and a line every 30 s elsewhere."""
 
-    # -- samples
+    # -- sampling
     sample: bool = free_setting(True)
     """Sample on all ranks at every checkpoint, at the end of an epoch and of training."""
     sample_prompts: tuple[str, ...] = free_setting(())
@@ -189,7 +200,7 @@ class TrainConfig:
     sample_timeout_s: float = free_setting(0.0, low=0)
     """Seconds a rank may spend on one denoising step before it is reported as hanging; 0 is dist_timeout_s."""
 
-    # -- evaluations
+    # -- evaluation
     eval_every: int = free_setting(0, low=0)
     """Steps between evaluations of the EMA on all ranks; the last step is always evaluated. 0 disables evaluation."""
     eval_metrics: tuple[Metric, ...] = free_setting(())
@@ -212,6 +223,7 @@ class TrainConfig:
     """Batch size for sampling and for the extractor in an evaluation; it affects the last bits of the scores."""
     eval_steps: int = free_setting(0, low=0)
     """Denoising steps of these images; 0 is sample_steps."""
+    # -- resuming
     restart: bool = free_setting(False)
     """Start over at step 0 if every checkpoint of the run is damaged, instead of failing. An undamaged checkpoint is
     still resumed from."""

@@ -45,8 +45,8 @@ class WatchConfig:
     delay: COMMIT.json marks them as complete."""
 
     # -- images
-    prompts: str = free_setting("")
-    """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
+    prompts: tuple[str, ...] = free_setting(())
+    """Prompts: texts, or one file (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
     captions."""
     num_samples: int = setting(0, low=0, high=10**12)
     """Generate only this many prompts, the first ones; 0 is all, which for `streets` is --num_reference."""
@@ -90,7 +90,7 @@ class WatchConfig:
     images: Literal["all", "best", "none"] = free_setting("all")
     """Which images to keep after scoring; a grid of the first 16 is always kept."""
 
-    # -- processes
+    # -- distributed
     gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, numbered as torch does within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free_setting(0, low=0, high=10**12)
