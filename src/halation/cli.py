@@ -24,7 +24,7 @@ from halation.distributed import launcher, stop_signals
 from halation.errors import HalationError, InputError, os_error_message, shorten
 from halation.help_text import HelpPage, choices
 from halation.input_files import RefusedFileError, use_limits
-from halation.other_names import find_setting, nearest_name
+from halation.other_names import accepted_names, find_setting, nearest_name
 
 
 class Command(NamedTuple):
@@ -187,8 +187,10 @@ def _convert(config_class: Any, prog: str, words: Sequence[str], default: dict[s
 
 
 def _help_text(config_class: Any, prog: str, defaults: Mapping[str, Any], *, everything: bool) -> str:
-    notes = {field.name: format_range(field) for field in dataclasses.fields(config_class)}
-    notes = {name: f"{text[0].upper()}{text[1:]}." for name, text in notes.items() if text}
+    ranges = {field.name: format_range(field) for field in dataclasses.fields(config_class)}
+    notes = {name: f"{text[0].upper()}{text[1:]}." for name, text in ranges.items() if text}
+    for name, others in accepted_names(ranges.keys()).items():
+        notes[name] = f"{notes.get(name, '')} Also {', '.join(f'--{other}' for other in others)}.".strip()
     bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     page = HelpPage(config_class, defaults, shutil.get_terminal_size().columns, bold=bold)
     return page.format(prog, notes, everything=everything)
@@ -308,7 +310,9 @@ class ArgumentCheck:
         if missing:
             name = missing[0]
             flag = name.upper() if name in self.positionals else f"--{name}"
-            raise InputError(f"`{self.prog}` without {flag}", f"{flag}, which has no default", f"give it; see `{self.prog} --help`")
+            raise InputError(
+                f"`{self.prog}` without {flag}", f"{flag}, which has no default", f"give it; see `{self.prog} --help`"
+            )
 
 
 def config_type(command: str) -> Any:
@@ -318,7 +322,7 @@ def config_type(command: str) -> Any:
 
 
 def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
-    """Use the current names; allow `--gpu_ids 0,1,2` for lists of numbers or choices, `--compile False` for switches."""
+    """Use current names; allow `--gpu_ids 0,1,2` for lists of numbers or choices, `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
     args = _use_current_names(config_type, _resolve_positionals(config_type, args))
     lists = {
@@ -454,8 +458,9 @@ def _usage_text() -> str:
             "commands:",
             *lines,
             "",
-            "halation COMMAND --help shows the flags that most users need, --help_all all of them. Dashes and underscores",
-            "are the same; flags override --config FILE (YAML, TOML, JSON), and --print_config prints such a file.",
+            "halation COMMAND --help shows the flags that most users need, --help_all all of them. "
+            "Dashes and underscores are the same; flags override --config FILE (YAML, TOML, JSON), and --print_config "
+            "prints such a file.",
             "--input_limits SCALE raises the limits on input files; "
             "--follow_links allows links in an image folder that point outside of it.",
         ]

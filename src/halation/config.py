@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from halation import input_files
 from halation.errors import InputError, format_value, shorten
+from halation.help_text import choices
 from halation.other_names import find_setting, nearest_name
 
 ChangePolicy = Literal["refused", "free", "grows"]
@@ -266,7 +267,9 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
             problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
             raise InputError(
                 f"{where}: {key} is {_show_value(value)}",
-                f"a value of its type ({problem})",
+                f"one of {', '.join(choices(hints[key]))}"
+                if choices(hints[key])
+                else f"a value of its type ({problem})",
                 "correct it; --help shows the type",
             ) from error
     return settings

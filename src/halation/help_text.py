@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import tyro
 
-from halation.other_names import OTHER_NAMES
-
 _GROUP = re.compile(r"^\s*# -- (.*)$")
-_CLAUSE_END = re.compile(r"(?<=[\w\")])(?:[.;:]| \(|, by)(?=[\s\w]|$)")
+_CLAUSE_END = re.compile(r"(?<=[\w\")])(?:[.;:](?=\s|$)| (?=\()|,(?= by ))")
 _PLACES = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
-_MIN_CLAUSE = 12
+_MIN_CLAUSE = 0.5
+"""Share of the room; a shorter clause is followed by the next words."""
 _MAX_CHOICES = 16
 """Longer lists of choices are in the sentence instead."""
 
@@ -103,7 +102,7 @@ class HelpPage:
         column = min(max((len(self._flag(name)) for name in names), default=0), 25 if self.width < 72 else 31)
         for group in dict.fromkeys(self._texts[name][0] for name in names):
             members = [name for name in names if self._texts[name][0] == group]
-            title = f"{group or 'settings'}:"
+            title = f"{group or 'flags'}:"
             lines += [*([""] if everything else []), f"\x1b[1m{title}\x1b[0m" if self.bold else title]
             for name in members:
                 lines += self._full(name, notes.get(name, "")) if everything else [self._line(name, column)]
@@ -168,7 +167,7 @@ class HelpPage:
         if len(text.rstrip(".")) <= room:
             return text.rstrip(".")
         ends = [match.start() for match in _CLAUSE_END.finditer(text) if match.start() <= room]
-        whole = [end for end in ends if end >= _MIN_CLAUSE and text[:end].count("(") == text[:end].count(")")]
+        whole = [end for end in ends if end >= _MIN_CLAUSE * room and text[:end].count("(") == text[:end].count(")")]
         if whole:
             return text[: whole[-1]]
         return text[: max(text.rfind(" ", 0, max(room - 3, 1)), 0)].rstrip(",;:") + " ..."
@@ -180,21 +179,13 @@ class HelpPage:
         hint, marks = self._split_hint(name)
         listed = choices(hint) if "CHOICE" in flag else ()
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-        also = [*aliases, *(f"--{other}" for other in OTHER_NAMES if self._stands_for(other) == name)]
         sentences = [
             self._texts[name][1].replace("`", ""),
             f"One of {', '.join(listed)}." if listed else "",
             note,
-            f"Also {', '.join(also)}." if also and not self._is_positional(name) else "",
+            f"The same as {', '.join(aliases)}." if aliases else "",
         ]
         yield from self._wrap(" ".join(filter(None, sentences)), "      ")
-
-    def _stands_for(self, other: str) -> str:
-        """Return the setting of this command that the name of another tool stands for, if there is one."""
-        row = OTHER_NAMES[other]
-        if other in self._fields or row.unless in self._fields:
-            return ""
-        return next((setting for setting in row.settings.split() if setting in self._fields), "")
 
     def _wrap(self, text: str, indent: str) -> list[str]:
         return textwrap.wrap(

@@ -1,9 +1,10 @@
-"""Other names of settings: in other commands, and in diffusers, kohya, accelerate and others."""
+"""Names that settings have in other commands, and in diffusers, kohya and accelerate."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 from halation.errors import InputError, shorten
@@ -158,9 +159,7 @@ OTHER_NAMES = {
         meaning="images are cropped at their centre",
         ours="that is always so; --aspect_buckets keeps their proportions",
     ),
-    "random_flip": OtherName(
-        "diffusers", meaning="images are mirrored at random", ours="images are used as they are"
-    ),
+    "random_flip": OtherName("diffusers", meaning="images are mirrored at random", ours="images are used as they are"),
     "enable_bucket": OtherName(KOHYA, "aspect_buckets"),
     "caption_dropout_rate": OtherName(KOHYA, "caption_dropout"),
     "caption_dropout_probability": OtherName("SimpleTuner", "caption_dropout"),
@@ -446,8 +445,18 @@ def find_setting(name: str, value: Any, settings: Set[str], where: str) -> tuple
     raise InputError(f"{where}{shown} ({other.tools}): {other.meaning}", other.ours, other.action)
 
 
+def accepted_names(settings: Set[str]) -> dict[str, list[str]]:
+    """Return the other names that stand for each of these settings."""
+    names: dict[str, list[str]] = {}
+    for name, other in OTHER_NAMES.items():
+        known = [one for one in other.settings.split() if one in settings]
+        if known and name not in settings and other.unless not in settings:
+            names.setdefault(known[0], []).append(name)
+    return names
+
+
 def nearest_name(name: str, settings: Set[str]) -> str:
     """Return the setting, or accepted other name, that is spelled most alike; empty if none is alike."""
-    accepted = [one for one, other in OTHER_NAMES.items() if not settings.isdisjoint(other.settings.split())]
+    accepted = chain.from_iterable(accepted_names(settings).values())
     near = difflib.get_close_matches(name[:100], [*settings, *accepted], n=1, cutoff=0.65)
     return near[0] if near else ""

@@ -56,7 +56,7 @@ class EvaluateConfig:
 
     # -- metrics
     metrics: tuple[Metric, ...] = ()
-    """fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
+    """Metrics: fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
     coverage), clip, agreement (street captions). By default fid and kid; with --extractor streets fd, kid, prdc
     and, if captions are known, agreement."""
     extractor: str = ""

@@ -189,7 +189,9 @@ class ModelImages(DrawnImages):
 def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     """Return the images to generate, without loading the model."""
     if not config.prompts:
-        raise InputError("--model_path without --prompts", "prompts to generate images for", "give --prompts FILE, or texts")
+        raise InputError(
+            "--model_path without --prompts", "prompts to generate images for", "give --prompts FILE, or texts"
+        )
     model_ref = resolve_model(config.model_path, raw=config.raw)
     prompts = PromptFile.from_values(config.prompts)
     defaults = RequestDefaults(

@@ -82,7 +82,8 @@ class GenerateConfig:
     """Two-expert video models: the first expert generates half the frames, which are doubled for the second (E2). No
     effect with one frame."""
     offload: Literal["none", "model", "layers"] = free_setting("none")
-    """If a model does not fit on a GPU: offload whole components (the two experts of Wan in turn), or single layers."""
+    """For a model that does not fit on a GPU: offload whole components (the two experts of Wan in turn), or single
+    layers."""
     fps: int = setting(16, low=1, high=10_000)
     """Frames per second of an MP4."""
     png: Literal["auto", "zlib", "isal"] = free_setting("auto")
@@ -98,8 +99,8 @@ class GenerateConfig:
     oversubscribe: bool = free_setting(False)
     """Allow several workers on one GPU."""
     cluster: str = free_setting("local")
-    """local uses this machine; ray starts Ray on this machine, auto joins the running cluster (RAY_ADDRESS), and
-    ray://HOST:PORT joins a remote one; files is for several commands that share one folder."""
+    """Where the workers run: local uses this machine; ray starts Ray on this machine, auto joins the running cluster
+    (RAY_ADDRESS), and ray://HOST:PORT joins a remote one; files is for several commands that share one folder."""
     stall_timeout_s: float = free_setting(600.0, low=ABOVE_ZERO)
     """Seconds without a step after which a worker counts as hung and is replaced."""
     lease_s: float = free_setting(60.0, low=ABOVE_ZERO)

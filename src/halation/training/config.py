@@ -39,8 +39,8 @@ class TrainConfig:
     output_dir: Path = free_setting(Path("runs/train"))
     """Run folder: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
-    """`streets` (embedded, rendered on the fly); a folder with metadata.jsonl|csv (file_name and text) or one folder
-    per class; or a CSV file of images and captions."""
+    """Training data: a folder with metadata.jsonl|csv (file_name and text) or one folder per class; a CSV file of
+    images and captions; or `streets` (embedded, rendered on the fly)."""
     max_images: int = setting(0, low=0)
     """Train only on the first images of the data; 0 uses all."""
     image_size: tuple[int, ...] = setting((), low=1)
@@ -51,8 +51,8 @@ class TrainConfig:
     For --model_path."""
     # -- model
     model: str = setting("small")
-    """tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or `streets-64`
-    of the package."""
+    """Model: tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or
+    `streets-64` of the package."""
     model_path: str = free_setting("")
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): a folder or a name on
     the hub."""
@@ -75,7 +75,7 @@ class TrainConfig:
     batch_size: int = setting(32, low=1)
     """Micro-batch size per rank. The global batch, batch_size * ranks * accumulate, is fixed for the run."""
     accumulate: int = setting(1, low=1)
-    """Micro-batches whose gradients are summed before a step."""
+    """Gradient accumulation: micro-batches whose gradients are summed before a step."""
     lr: float = setting(1e-4, low=ABOVE_ZERO)
     """Learning rate after warm-up."""
     warmup_steps: int = setting(0, low=0)
@@ -87,7 +87,7 @@ class TrainConfig:
     betas: tuple[float, float] = setting((0.9, 0.999), low=0, high=BELOW_ONE)
     """AdamW's decay rates of the two gradient moments."""
     grad_clip: float = setting(1.0, low=0)
-    """Maximum norm of the gradient; 0 disables clipping."""
+    """Gradient clipping: maximum norm of the gradient; 0 disables it."""
     ema_decay: float = setting(0.9999, low=0, high=BELOW_ONE)
     """Decay of the EMA, whose weights produce the samples; it warms up with the number of updates."""
     caption_dropout: float = setting(0.1, low=0, high=1)
@@ -102,7 +102,7 @@ class TrainConfig:
     """Seed of the initial weights, the order of the data and all training noise."""
     # -- precision, speed and memory
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
-    """Precision of the forward and backward pass."""
+    """Mixed precision: the precision of the forward and backward pass."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
     """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small
     updates are lost. The EMA is float32 either way."""
@@ -113,8 +113,8 @@ class TrainConfig:
 
     # -- distributed
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
-    """auto selects ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights,
-    gradients, optimizer and EMA."""
+    """How training is distributed: auto selects ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed
+    (ZeRO) shard weights, gradients, optimizer and EMA."""
     zero_stage: Literal[1, 2, 3] = setting(2)
     """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
     deepspeed_config: str = free_setting("")
@@ -139,7 +139,8 @@ class TrainConfig:
     compile: bool = setting(False)
     """Compile the transformer blocks: the same maths with other rounding, after a minute or two of compilation."""
     gradient_checkpointing: bool = setting(False)
-    """Recompute the activations of the blocks in the backward pass: less memory, a third more work."""
+    """Gradient checkpointing: recompute the activations of the blocks in the backward pass. Less memory, a third more
+    work."""
 
     # -- data loading
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free_setting("auto")
@@ -166,13 +167,14 @@ class TrainConfig:
     run_name: str = free_setting("")
     """Name of the run in trackers; by default the name of the folder."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
-    """auto shows a bar on a terminal and a line every 30 s elsewhere."""
+    """Progress display; auto shows a bar on a terminal and a line every 30 s elsewhere."""
 
     # -- sampling
     sample: bool = free_setting(True)
     """Sample on all ranks at every checkpoint, at the end of an epoch and of training."""
     sample_prompts: tuple[str, ...] = free_setting(())
-    """Prompts to sample; by default the eight driving prompts for streets, captions or class names of a folder."""
+    """Prompts to sample (validation prompts), or one file of them; by default the eight driving prompts for streets,
+    captions or class names of a folder."""
     sample_prompts_file: str = free_setting("")
     """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input."""
     sample_steps: int = free_setting(10, low=1)
@@ -204,8 +206,8 @@ class TrainConfig:
     eval_every: int = free_setting(0, low=0)
     """Steps between evaluations of the EMA on all ranks; the last step is always evaluated. 0 disables evaluation."""
     eval_metrics: tuple[Metric, ...] = free_setting(())
-    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, for streets
-    also agreement."""
+    """Metrics, as in `halation evaluate`: fid, kid, is, fd, prdc, clip, agreement; by default fd, kid and prdc, for
+    streets also agreement."""
     eval_images: int = free_setting(1000, low=16, high=10**6)
     """Images sampled for an evaluation, with the captions or classes of the reference. Metrics computed on too few
     images are flagged `few`."""

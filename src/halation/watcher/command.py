@@ -98,10 +98,11 @@ def _find_training_data(watched: Path) -> tuple[str, ...]:
 
 def load_prompts(config: WatchConfig) -> PromptFile:
     """Load the prompts, or the captions of the reference; raise now if they are invalid."""
-    if config.prompts:
-        prompts = PromptFile.from_values(config.prompts)
-    else:
-        prompts = PromptFile.from_texts(_read_captions(config), "captions of the reference")
+    prompts = (
+        PromptFile.from_values(config.prompts)
+        if config.prompts
+        else PromptFile.from_texts(_read_captions(config), "captions of the reference")
+    )
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
         raise InputError(

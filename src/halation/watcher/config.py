@@ -24,6 +24,12 @@ class WatchConfig:
     command can be stopped at any time; the same command resumes it.
     """
 
+    COMMON = (
+        "run output_dir every once prompts num_samples seed_start num_inference_steps guidance_scale height width "
+        "reference metrics extractor allow_few best_by gpu_ids nproc"
+    )
+    """What --help shows; --help_all shows every setting."""
+
     # -- checkpoints
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|DIR")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
@@ -46,8 +52,8 @@ class WatchConfig:
 
     # -- images
     prompts: tuple[str, ...] = free_setting(())
-    """Prompts: texts, or one file (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
-    captions."""
+    """Prompts: texts, or one file (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a
+    folder with captions."""
     num_samples: int = setting(0, low=0, high=10**12)
     """Generate only this many prompts, the first ones; 0 is all, which for `streets` is --num_reference."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
