@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -219,10 +220,10 @@ class ArgumentCheck:
 
     def check(self, words: Sequence[str]) -> None:
         """Raise InputError for an unknown flag, a missing or wrong value, or a word without a flag."""
-        positions = [k for k, word in enumerate(words) if word.startswith("--")]
-        free = list(words[: positions[0]] if positions else words)
+        positions = [*(k for k, word in enumerate(words) if word.startswith("--")), len(words)]
+        free = list(words[: positions[0]])
         given = set()
-        for start, stop in zip(positions, [*positions[1:], len(words)], strict=True):
+        for start, stop in itertools.pairwise(positions):
             name = self._setting(words[start])
             values = words[start + 1 : stop]
             given.add(name)
@@ -275,7 +276,7 @@ class ArgumentCheck:
         is_optional = type(None) in typing.get_args(hint)
         if allowed:
             if value not in allowed and value != "" and not (is_optional and value == "None"):
-                near = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
+                near = difflib.get_close_matches(value, allowed, n=1)
                 raise InputError(
                     f"{flag} {shorten(value)}".strip(),
                     f"one of {', '.join(allowed)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Set
 from itertools import chain
 from typing import Any, NamedTuple
@@ -94,7 +95,6 @@ OTHER_NAMES = {
     ),
     "network_weights": OtherName(
         KOHYA,
-        "lora",
         meaning="adapters to start from",
         ours="the same command resumes its own adapters by itself",
     ),
@@ -140,7 +140,6 @@ OTHER_NAMES = {
     ),
     "instance_prompt": OtherName(
         "diffusers, SimpleTuner",
-        "",
         meaning="one caption for all images",
         ours="--data reads a caption for each image",
         action="write it into the metadata file, once for each image",
@@ -150,8 +149,8 @@ OTHER_NAMES = {
         TRAINERS,
         "image_size",
         meaning="one number, or width,height",
-        ours="--image_size HEIGHT WIDTH, height first",
-        action="give --image_size",
+        ours="--image_size HEIGHT WIDTH in a training, else --height and --width",
+        action="give these, height first",
         refused=",",
     ),
     "center_crop": OtherName(
@@ -237,13 +236,11 @@ OTHER_NAMES = {
     "max_grad_norm": OtherName(TRAINERS, "grad_clip"),
     "optimizer": OtherName(
         "diffusers, SimpleTuner",
-        "optimizer_type",
         meaning="the optimizer",
         ours="it is AdamW, in float32 (--weights_dtype bf16 halves its memory)",
     ),
     "optimizer_type": OtherName(
         KOHYA,
-        "optimizer",
         meaning="the optimizer",
         ours="it is AdamW, in float32 (--weights_dtype bf16 halves its memory)",
     ),
@@ -306,7 +303,6 @@ OTHER_NAMES = {
     "deepspeed_config_file": OtherName("accelerate", "deepspeed_config"),
     "enable_xformers_memory_efficient_attention": OtherName(
         "diffusers",
-        "attention",
         meaning="an implementation of attention",
         ours="torch's fused attention is always used",
     ),
@@ -404,7 +400,7 @@ OTHER_NAMES = {
     "cfg_scale": OtherName("stable-diffusion-webui", "guidance_scale"),
     "infer_steps": OtherName("musubi", "num_inference_steps sample_steps"),
     "ddim_steps": OtherName("CompVis", "num_inference_steps sample_steps"),
-    "prompt": OtherName("diffusers, kohya", "prompts"),
+    "prompt": OtherName("diffusers, kohya", "prompts sample_prompts"),
     "from_file": OtherName("kohya, CompVis", "prompts_csv prompts_file prompts"),
     "num_images_per_prompt": OtherName(
         "diffusers",
@@ -441,8 +437,14 @@ def find_setting(name: str, value: Any, settings: Set[str], where: str) -> tuple
             "settings of this command",
             "leave it out; --help_all lists all of them",
         )
-    shown = f"{name} {shorten(value)}" if differs else name
-    raise InputError(f"{where}{shown} ({other.tools}): {other.meaning}", other.ours, other.action)
+    found = f"{where}{name} {shorten(value)}" if differs else f"{where}{name}"
+    flags = re.findall(r"--(\w+)", other.ours)
+    elsewhere = bool(flags) and settings.isdisjoint(flags) and "`halation" not in other.ours
+    raise InputError(
+        f"{found} ({other.tools}): {other.meaning}",
+        f"{other.ours}, in other commands" if elsewhere else other.ours,
+        "leave it out" if elsewhere else other.action,
+    )
 
 
 def accepted_names(settings: Set[str]) -> dict[str, list[str]]:
