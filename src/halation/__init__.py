@@ -59,7 +59,7 @@ def sample(**settings: Any) -> int:
 def generate(**settings: Any) -> int:
     """Run `halation generate` with these settings.
 
-    `prompts` is an alias of `prompts_csv`, as on the command line.
+    `prompts` has texts, or one file.
     """
     return _run("generate", "generation", "GenerateConfig", settings)
 

@@ -99,7 +99,7 @@ class HelpPage:
         lines += [line for text in paragraphs for line in ["", *self._wrap(text, "")]]
         if not everything:
             lines.append("")
-        column = min(max((len(self._flag(name)) for name in names), default=0), 25 if self.width < 72 else 31)
+        column = min(max((len(self._flag(name)) for name in names), default=0), 20 if self.width < 72 else 31)
         for group in dict.fromkeys(self._texts[name][0] for name in names):
             members = [name for name in names if self._texts[name][0] == group]
             title = f"{group or 'flags'}:"
