@@ -81,14 +81,14 @@ def _keywords(config_type: Any, function: str) -> list[str]:
         is_required = field.default is dataclasses.MISSING
         default = "" if is_required else f" = {_default(field.default)}"
         lines.append(f"{field.name}: {_type(hints[field.name], function, field.name)}{default}")
-        if (function, field.name) == ("generate", "prompts_csv"):
-            lines.append("prompts: StrPath | Sequence[str | Mapping[str, Any]] = ...")
     return lines
 
 
 def _type(hint: Any, function: str, name: str) -> str:
     if (function, name) == ("generate", "model_path"):
         return "StrPath | LoadedModel | Any"
+    if (function, name) == ("generate", "prompts"):
+        return "StrPath | Sequence[str | Mapping[str, Any]]"
     arguments = [each for each in typing.get_args(hint) if each not in (type(None), Ellipsis)]
     origin = typing.get_origin(hint)
     if origin is typing.Literal:

@@ -8,12 +8,11 @@ import inspect
 import re
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -21,12 +20,12 @@ import halation
 from halation import cli, errors
 from halation.cli import COMMANDS
 from halation.config import format_range
+from halation.help_text import choices, format_default, read_fields, value_word
+from halation.other_names import OTHER_NAMES
 
 PAGE = Path(__file__).with_name("api.md")
 COMMAND = "python docs/reference.py"
 LATER = {"free": "yes", "grows": "may grow", "refused": "no"}
-PLACES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-SECTION = re.compile(r"^\s*# -- (.*)$")
 OPENING = f"""\
 <!-- Made by `{COMMAND}` of docstrings and settings: change those, not this page. -->
 
@@ -36,6 +35,7 @@ Flags, defaults and sentences are those of the code. The [pages on the jobs](REA
 
 - [From Python](#from-python): functions and errors
 - Commands: {{commands}}
+- [Names of other tools](#names-of-other-tools): flags of diffusers, kohya, accelerate and SimpleTuner
 - [Environment](#environment): variables; [Extras](#extras): packages
 
 Names that are not on this page are internal and may change without a word.
@@ -46,6 +46,8 @@ RULES = """\
 For all of them:
 
 - Dashes and underscores are the same: `--n-steps 100` is `--n_steps 100` is `--n_steps=100`.
+- `--help` shows the flags that most users need, a line each; `--help_all` shows all of them in full sentences.
+- `--print_config` prints the settings in the form that `--config` reads, and exits.
 - `--config FILE` (YAML, TOML or JSON) holds settings by the names below; a flag goes before the file. A run's own `config.json` is such a file.
 - A switch that is off is turned on by its name (`--compile`) and off by `--no_compile` or `--compile False`.
 - A flag that takes several values takes them one after the other; numbers and choices also with commas (`--gpu_ids 0,1,2`).
@@ -95,27 +97,9 @@ class Setting:
     section: str
 
 
-def sentences(declared: type) -> dict[str, tuple[str, str]]:
-    """The section and the docstring of each field that this class itself declares; at run time neither is left."""
-    source = textwrap.dedent(inspect.getsource(declared))
-    sections = [
-        (number, match[1]) for number, line in enumerate(source.splitlines(), 1) if (match := SECTION.match(line))
-    ]
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    found = {}
-    for field, after in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        name = field.target.id
-        above = [title for number, title in sections if number < field.lineno]
-        said = str(after.value.value) if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-        found[name] = (above[-1] if above else "", said)
-    return found
-
-
 def settings(config_type: type) -> Iterator[Setting]:
     """What `--help` lists of a config, in the order it is declared; of a config that builds on another, its own part alone."""
-    own = sentences(config_type)
+    own = read_fields(config_type)
     hints = typing.get_type_hints(config_type, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(config_type)}
     for name, (section, sentence) in own.items():
@@ -126,11 +110,13 @@ def settings(config_type: type) -> Iterator[Setting]:
             continue
         assert sentence, f"{config_type.__name__}.{name} has no sentence"
         default = fields[name].default
+        text = format_default(default)
+        shown = f"`{text}`" if text and not isinstance(default, bool) else text
         yield Setting(
             name=name,
             flag=flag(name, hint, marks),
-            default="**required**" if default is dataclasses.MISSING else shown(default),
-            meaning=in_cell(sentence) + choices(hint) + limits(fields[name]),
+            default="**required**" if default is dataclasses.MISSING else shown,
+            meaning=in_cell(sentence) + options(hint) + limits(fields[name]),
             later=LATER[fields[name].metadata.get("change", "refused")],
             section=section,
         )
@@ -142,43 +128,21 @@ def flag(name: str, hint: Any, marks: typing.Sequence[Any]) -> str:
     if tyro.conf.Positional in marks:
         return in_cell(f"`{(described and described.metavar) or name.upper()}`")
     names = [f"--{name}", *((described and described.aliases) or ())]
-    place = value(hint)
+    place = value_word(hint)
     return ", ".join(f"`{one} {place}`" if place else f"`{one}`" for one in names)
 
 
-def value(hint: Any) -> str:
-    """The word that stands for a value of this type; none for a switch."""
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)
-        return f"{value(inner[0])} ..." if inner[-1] is Ellipsis else " ".join(map(value, inner))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return value(next(part for part in typing.get_args(hint) if part is not types.NoneType))
-    if typing.get_origin(hint) is Literal:
-        return "CHOICE"
-    return PLACES.get(hint, "")
-
-
-def choices(hint: Any, word: str = "One") -> str:
-    """The values that may be chosen from, where there is a list of them."""
-    if typing.get_origin(hint) is Literal:
-        return f" {word} of " + ", ".join(f"`{one}`" for one in typing.get_args(hint) if one != "") + "."
-    word = "Any" if typing.get_origin(hint) is tuple else word
-    return next((said for part in typing.get_args(hint) if (said := choices(part, word))), "")
+def options(hint: Any) -> str:
+    """The values that may be chosen from, as a sentence."""
+    word = "Any" if typing.get_origin(hint) is tuple else "One"
+    found = ", ".join(f"`{one}`" for one in choices(hint))
+    return f" {word} of {found}." if found else ""
 
 
 def limits(field: dataclasses.Field[Any]) -> str:
     """The range of a number, as a sentence."""
     text = format_range(field)
     return f" {text[0].upper()}{text[1:]}." if text else ""
-
-
-def shown(default: Any) -> str:
-    """A default as it would be typed; nothing for "not said"."""
-    if default is None or default == "" or default == ():
-        return ""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return f"`{' '.join(map(str, default))}`" if isinstance(default, tuple) else f"`{default}`"
 
 
 def in_cell(sentence: str) -> str:
@@ -217,7 +181,7 @@ def command_part(command: str) -> Iterator[str]:
     base = config_type.__mro__[1]
     if base is not object:
         other = next(key for key, known in COMMANDS.items() if known.config == base.__name__)
-        unused = sorted(set(sentences(config_type)) - {row.name for row in settings(config_type)})
+        unused = sorted(set(read_fields(config_type)) - {row.name for row in settings(config_type)})
         without = ", ".join(f"`--{one}`" for one in unused)
         yield f"It also has every flag of [halation {other}](#halation-{other}) but {without}.\n"
     yield from tables(command, list(settings(config_type)))
@@ -260,7 +224,7 @@ def thing_part(name: str, thing: Any) -> Iterator[str]:
     yield f"### {name}\n"
     if isinstance(thing, type) and dataclasses.is_dataclass(thing):
         yield in_markdown(thing.__doc__)
-        said = {field: f": {in_cell(text)}" if text else "" for field, (_, text) in sentences(thing).items()}
+        said = {field: f": {in_cell(text)}" if text else "" for field, (_, text) in read_fields(thing).items()}
         yield "\n".join(f"- `{field}: {thing.__annotations__[field]}`{text}" for field, text in said.items()) + "\n"
         return
     yield call(name, thing)
@@ -322,6 +286,21 @@ def extras_part() -> Iterator[str]:
     yield "\n".join([line(["extra", "for", "packages"]), line(["---"] * 3), *rows]) + "\n"
 
 
+def names_part() -> Iterator[str]:
+    """The names that other tools have for settings, and the answers to those that mean something else."""
+    yield "### Names of other tools\n"
+    yield (
+        "They are accepted as flags, as keys of a `--config` file and as keywords in Python, by the commands that have "
+        "the setting of the third column. Otherwise the message is what they mean there, and what there is here.\n"
+    )
+    rows = [line(["name", "in", "the same as", "otherwise"]), line(["---"] * 4)]
+    for name, other in OTHER_NAMES.items():
+        same = " or ".join(f"`--{one}`" for one in other.settings.split())
+        answer = in_cell(f"{other.meaning}: {other.ours}") if other.meaning else ""
+        rows.append(line([f"`{name}`", other.tools, same, answer]))
+    yield "\n".join(rows) + "\n"
+
+
 def page() -> str:
     """The whole page."""
     names = ", ".join(f"[{command}](#halation-{command})" for command in COMMANDS)
@@ -330,6 +309,7 @@ def page() -> str:
         *python_part(),
         RULES,
         *(part for one in COMMANDS for part in command_part(one)),
+        *names_part(),
         ENVIRONMENT,
         *extras_part(),
     ]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from halation import cli
-from halation.config import as_json
+from halation.config import as_json, validate_settings
 
 HALATION = Path(sys.executable).with_name("halation")
 TINY = [
@@ -90,7 +91,9 @@ def class_folder(folder: Path) -> Path:
 # -- quickly, and without torch
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["sample", "--help"], ["train", "-h"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["distill", "--help_all"], ["sample", "--help"], ["train", "-h"]]
+)
 def test_help_answers_within_half_a_second(words: list[str]) -> None:
     seconds = []
     for _ in range(3):
@@ -302,10 +305,197 @@ def test_an_unknown_command_suggests_the_nearest(refused: Refused) -> None:
     assert "halation --help" in refused("xyzzy")
 
 
-def test_an_unknown_flag_suggests_the_nearest() -> None:
-    done = subprocess.run([HALATION, "train", "--n_step", "4"], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2
-    assert "--n_steps" in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("words", "found", "expected", "action"),
+    [
+        ("train --n_step 4", "there is no flag --n_step", "a flag of `halation train`", "did you mean --n_steps?"),
+        ("train --learning_rates 4", "there is no flag --learning_rates", "a flag", "did you mean --learning_rate?"),
+        ("train --xyzzy", "there is no flag --xyzzy", "a flag of", "see `halation train --help_all`"),
+        ("train --no_lr", "there is no flag --no_lr", "a flag of", "did you mean"),
+        ("train --dtype bf17", "--dtype bf17", "one of fp32, bf16, fp16", "did you mean bf16?"),
+        ("train --engine quick", "--engine quick", "one of auto, single, ddp", "choose one of these"),
+        ("train --report_to wandb,nosuch", "--report_to nosuch", "one of tensorboard", "choose one of these"),
+        ("train --lr fast", "--lr fast", "a number", "give one"),
+        ("train --n_steps 1.5", "--n_steps 1.5", "a whole number", "give one"),
+        ("train --gpu_ids 0 a", "--gpu_ids a", "a whole number", "give one"),
+        ("train --lr", "--lr without a value", "a value for --lr", "give a value"),
+        ("train --betas 0.9 --seed 1", "--betas 0.9", "2 values for --betas", "give 2 values"),
+        ("train --lr 1 2", "'2' after --lr belongs to no flag", "one value after --lr", "put quotes around"),
+        ("train runs/a", "'runs/a' belongs to no flag", "flags, each followed by its value", "see `halation train"),
+        ("train --compile maybe", "'maybe' after --compile belongs to no flag", "no value after", "see `halation"),
+        ("sample", "`halation sample` without --checkpoint", "--checkpoint, which has no default", "give it"),
+        ("watch", "`halation watch` without RUN", "RUN, which has no default", "give it"),
+        ("ctl runs/a stopp", "ACTION stopp", "one of sample, save, stop", "did you mean stop?"),
+        ("ctl runs/a stop now", "'now' belongs to no flag", "flags, each followed", "see `halation ctl"),
+    ],
+)
+def test_wrong_words_are_refused_in_three_parts(
+    words: str, found: str, expected: str, action: str, refused: Refused
+) -> None:
+    said = refused(*words.split())
+    assert said.startswith(f"halation: {found}"), said
+    assert f"\n  expected: {expected}" in said, said
+    assert f"\n  to do:    {action}" in said, said
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("train --learning_rate 3e-4", "lr", 3e-4),
+        ("train --train_batch_size 3", "batch_size", 3),
+        ("train --gradient-accumulation-steps=4", "accumulate", 4),
+        ("train --max_train_steps 9", "n_steps", 9),
+        ("train --resolution 512", "image_size", (512,)),
+        ("train --mixed_precision no", "dtype", "fp32"),
+        ("train --mixed_precision bf16", "dtype", "bf16"),
+        ("train --pretrained_model_name_or_path a/b", "model_path", "a/b"),
+        ("train --network_dim 8", "lora_rank", 8),
+        ("train --rank 8", "lora_rank", 8),
+        ("train --lora_layers to_q to_k", "lora_targets", ("to_q", "to_k")),
+        ("train --enable_bucket", "aspect_buckets", True),
+        ("train --no_enable_bucket", "aspect_buckets", False),
+        ("train --checkpointing_steps 50", "ckpt_every", 50),
+        ("train --validation_prompts x y", "sample_prompts", ("x", "y")),
+        ("train --num_processes 2", "nproc", 2),
+        ("train --num_inference_steps 5", "sample_steps", 5),
+        ("train --prompts x", "sample_prompts", ("x",)),
+        ("distill --num_train_epochs 3", "num_epochs", 3),
+        ("distill --train_data_dir d", "data_path", "d"),
+        ("distill --data d", "data_path", "d"),
+        ("generate --steps 7", "num_inference_steps", 7),
+        ("generate --sample_steps 7", "num_inference_steps", 7),
+        ("generate --seed 7", "seed_start", 7),
+        ("generate --checkpoint m", "model_path", "m"),
+        ("generate --prompt a --outdir o", "prompts", ("a",)),
+        ("sample --model m --steps 7", "sample_steps", 7),
+        ("sample --model_path m", "checkpoint", "m"),
+        ("sample --checkpoint m --seed 7", "sample_seed", 7),
+        ("evaluate --steps 7 --seed 3", "num_inference_steps", 7),
+        ("evaluate --prompts_csv p.csv", "prompts", ("p.csv",)),
+        ("watch runs/a --cfg_scale 2", "guidance_scale", 2.0),
+    ],
+)
+def test_names_of_other_tools_and_commands_are_accepted(words: str, name: str, value: object) -> None:
+    command, *rest = words.split()
+    assert getattr(cli.parse(command, rest), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "rest"),
+    [
+        ("train --steps 9", "--steps (Halation, kohya): ambiguous in a training", "--n_steps"),
+        ("distill --steps 9", "--steps (Halation, kohya): ambiguous in a training", "--sample_steps"),
+        ("train --checkpoint runs/a", "--checkpoint (Halation): ambiguous in a training", "--model RUN"),
+        ("train --adam_beta1 0.9", "--adam_beta1 (diffusers, SimpleTuner): the first decay", "--betas 0.9 0.999"),
+        ("train --lr_scheduler cosine", "--lr_scheduler (diffusers", "--decay_steps"),
+        ("train --resolution 512,768", "--resolution 512,768 (diffusers", "height first"),
+        ("train --lora_layers=to_q,to_k", "--lora_layers to_q,to_k (diffusers)", "separated by spaces"),
+        ("train --use_8bit_adam", "--use_8bit_adam (diffusers, kohya)", "--weights_dtype bf16"),
+        ("train --resume_from_checkpoint latest", "--resume_from_checkpoint (diffusers", "resumes by itself"),
+        ("train --num_train_epochs 3", "--num_train_epochs (diffusers, SimpleTuner): passes", "--n_steps"),
+        ("generate --num_images_per_prompt 4", "--num_images_per_prompt (diffusers)", "several times"),
+        ("generate --adam_beta1 0.9", "--adam_beta1 (diffusers", "in other commands"),
+        ("generate --learning_rate 1", "--learning_rate (diffusers, kohya, SimpleTuner) stands for --lr", "leave it"),
+    ],
+)
+def test_names_that_mean_something_else_are_answered_with_ours(
+    words: str, found: str, rest: str, refused: Refused
+) -> None:
+    said = refused(*words.split())
+    assert said.startswith(f"halation: {found}"), said
+    assert rest in said
+
+
+def test_files_and_python_take_the_same_other_names(tmp_path: Path, refused: Refused) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("learning_rate: 3e-4\nresolution: 512\nmixed_precision: no\nvalidation_prompt: a car\n")
+    config = cli.parse("train", ["--config", str(path)])
+    assert (config.lr, config.image_size, config.dtype, config.sample_prompts) == (3e-4, (512,), "fp32", ("a car",))
+    path.write_text("learning_rate: 3e-4\nlr: 1e-4\n")
+    assert "both 'lr' and 'learning_rate'" in refused("train", "--config", path)
+    path.write_text("adam_beta1: 0.9\n")
+    assert f"{path}: adam_beta1 (diffusers, SimpleTuner)" in refused("train", "--config", path)
+    path.write_text("resolution: [512, 768]\n")
+    assert "height first" in refused("train", "--config", path)
+    path.write_text("quux_frobnicator: 1\n")
+    assert "did you mean" not in refused("train", "--config", path)
+    path.write_text("dtype: fp8\n")
+    assert "one of fp32, bf16, fp16" in refused("train", "--config", path)
+    given = validate_settings(cli.config_type("generate"), {"steps": 4, "prompt": "a car"}, "halation.generate()")
+    assert given == {"num_inference_steps": 4, "prompts": ("a car",)}
+
+
+# -- help and --print_config
+
+
+def shown_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, *words: str) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_fits_the_terminal_and_one_screen(
+    command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = shown_help(capsys, monkeypatch, columns, command, "--help")
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) <= 48
+    assert not re.search(r"\[(None|''|\(\))?\]|\x1b|None", said)
+    flags = [line for line in lines if line.startswith("  ")]
+    assert all(re.match(r"  (--)?\S.*?  +\S", line) or len(line.split()) > 2 for line in flags), said
+    assert f"halation {command} --help_all" in " ".join(said.split())
+    full = shown_help(capsys, monkeypatch, columns, command, "--help-all")
+    assert max(map(len, full.splitlines())) <= columns
+    names = set(re.findall(r"^  --(?:\[no_\])?(\w+)", full, re.MULTILINE))
+    assert names >= set(re.findall(r"^  --(?:\[no_\])?(\w+)", said, re.MULTILINE))
+
+
+def test_help_shows_groups_defaults_and_the_words_of_the_field(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = shown_help(capsys, monkeypatch, 80, "train", "--help")
+    groups = re.findall(r"^(\w.*):$", said, re.MULTILINE)
+    assert groups[:3] == ["output and data", "model", "optimisation"]
+    assert {"distributed", "sampling", "evaluation"} <= set(groups)
+    assert re.search(r"^  --batch_size N .* \[32\]$", said, re.MULTILINE)
+    assert re.search(r"^  --dtype fp32\|bf16\|fp16 .* \[fp32\]$", said, re.MULTILINE)
+    for word in ("validation", "radient checkpointing", "Mixed precision", "radient accumulation", "Learning rate"):
+        assert word in said
+    full = shown_help(capsys, monkeypatch, 80, "train", "--help_all")
+    assert "--[no_]sample  [on]" in full
+    flat = " ".join(full.split())
+    assert "Learning rate after warm-up. Above 0. Also --learning_rate." in flat
+    assert "One of auto, single, ddp, fsdp, deepspeed." in flat
+
+
+def test_help_shows_the_defaults_of_a_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.run("train", ["-h"], defaults={"batch_size": 128}, prog="train.py")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: train.py [--flags]")
+    assert re.search(r"^  --batch_size N .* \[128\]$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [["train", "--lr", "1e-5", "--sample_prompts", "a: 'b'", "#c"], ["watch", "runs/a"]])
+def test_printed_settings_are_a_config_file(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--print-config"])
+    assert end.value.code == 0
+    (tmp_path / "s.yaml").write_text(capsys.readouterr().out)
+    assert cli.parse(words[0], ["--config", str(tmp_path / "s.yaml")]) == cli.parse(words[0], words[1:])
+
+
+# -- what is refused elsewhere
 
 
 def test_data_that_is_no_folder_of_images(tmp_path: Path, refused: Refused) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,21 +22,33 @@ from halation.config import (
     to_current_names,
 )
 from halation.errors import InputError
-from halation.sampling.config import SampleConfig
+from halation.help_text import read_fields
+from halation.other_names import OTHER_NAMES
 from halation.training.config import TrainConfig
 
 
-@pytest.mark.parametrize(("command", "kind"), [("train", TrainConfig), ("sample", SampleConfig)])
-def test_every_setting_has_a_sentence_in_the_help(command: str, kind: type) -> None:
-    halation = Path(sys.executable).with_name("halation")
-    done = subprocess.run(
-        [halation, command, "--help"], env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, timeout=30
-    )
-    text = " ".join(done.stdout.replace("│", " ").split())
-    for field in dataclasses.fields(kind):
-        told = re.search(rf" --{field.name}\W.*?\((default|required)", text)
-        assert told, field.name
-        assert re.search(r"[a-z]{3}.*\.", told.group()), field.name
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_setting_has_a_group_and_a_sentence(command: str) -> None:
+    config_type = cli.config_type(command)
+    texts = {name: text for base in config_type.__mro__[-2::-1] for name, text in read_fields(base).items()}
+    grouped = "COMMON" in vars(config_type)
+    for field in dataclasses.fields(config_type):
+        group, sentence = texts[field.name]
+        assert re.search(r"[a-z]{3}.*\.$", sentence), field.name
+        assert group or not grouped, field.name
+    assert set(getattr(config_type, "COMMON", "").split()) <= texts.keys()
+
+
+def test_every_other_name_stands_for_a_setting_or_has_an_answer() -> None:
+    known = {field.name for command in cli.COMMANDS for field in dataclasses.fields(cli.config_type(command))}
+    for name, other in OTHER_NAMES.items():
+        assert set(other.settings.split()) <= known, name
+        assert other.settings or other.meaning, name
+        assert bool(other.meaning) == bool(other.ours), name
+        named = re.findall(r"--(\w+)", f"{other.ours} {other.action}")
+        assert set(named) <= known | {"config", "repo", "local"}, name
+    tools = " ".join(other.tools for other in OTHER_NAMES.values())
+    assert all(tool in tools for tool in ("diffusers", "kohya", "accelerate", "SimpleTuner"))
 
 
 def test_settings_of_two_calls_compare_as_json_and_leave_out_what_is_free() -> None:

@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 
 from halation.csv_jsonl_reader import BLOCK_SIZE, check_text, csv_rows, decode_blocks, iter_lines
 from halation.errors import InputError
-from halation.prompt_files import PromptFile, PromptRow, collect_prompts, iter_prompts, read_prompts
+from halation.prompt_files import (
+    PromptFile,
+    PromptRow,
+    collect_prompts,
+    is_prompt_file,
+    iter_prompts,
+    read_prompts,
+)
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -567,3 +574,46 @@ def test_a_table_on_standard_input_is_not_taken_for_prompts(
 def test_a_prompt_with_a_comma_on_standard_input_is_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a cat, red, on a mat\n")))
     assert [row.prompt for row in PromptFile.open("-").rows()] == ["a cat, red, on a mat"]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_file"),
+    [
+        (("a red car",), False),
+        (("a red car", "rain"), False),
+        (("there.txt",), True),
+        (("there.txt", "rain"), False),
+        (("folder",), False),
+        (("-",), True),
+        (("missing.csv",), True),
+        (("lists/missing",), True),
+        (("/missing file.txt",), True),
+        (("a sign that reads end.txt",), False),
+        (("day and/or night",), False),
+        (("",), False),
+        ((), False),
+        (("x" * 5000,), False),
+        (("a\0b",), False),
+    ],
+)
+def test_prompts_are_one_file_or_texts(
+    values: tuple[str, ...], is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.txt").write_text("from a file\n")
+    (tmp_path / "folder").mkdir()
+    assert is_prompt_file(values) is is_file
+
+
+def test_texts_of_the_command_line_are_prompts_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ('a "red" car, at night', "two\nlines", "", " grün ")
+    assert [row.prompt for row in PromptFile.from_values(texts).rows()] == list(texts)
+    (tmp_path / "there.txt").write_text("from a file\n")
+    assert [row.prompt for row in PromptFile.from_values(("there.txt",)).rows()] == ["from a file"]
+    assert collect_prompts(("there.txt",), None) == ["from a file"]
+    assert collect_prompts(("a", "b"), "there.txt") == ["a", "b", "from a file"]
+    with pytest.raises(InputError, match=r"no such file: missing\.txt"):
+        PromptFile.from_values(("missing.txt",))
+    with pytest.raises(InputError, match="--prompts"):
+        PromptFile.from_values(("caf\udce9",))

@@ -64,7 +64,7 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
     """Distil, and return the exit code."""
     try:
         words, sample_dir, distributed = translated(words)
-        if "--help" in words or "-h" in words:
+        if {"-h", "--help", "--help_all", "--help-all"} & {*words}:
             print(HELP)
         defaults = DEFAULTS | by_machine() | by_flags(words)
         asked = cli.parse(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import io
+import itertools
+import json
 import logging
 import os
+import shutil
 import sys
 import traceback
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from halation import __version__
-from halation.config import RENAMED_SETTINGS, load_settings, to_current_names
+from halation.config import format_range, load_settings, setting_aliases, to_current_names
 from halation.distributed import launcher, stop_signals
-from halation.errors import HalationError, InputError, os_error_message
+from halation.errors import HalationError, InputError, os_error_message, shorten
+from halation.help_text import HelpPage, choices
 from halation.input_files import RefusedFileError, use_limits
+from halation.other_names import accepted_names, find_setting, nearest_name
 
 
 class Command(NamedTuple):
@@ -65,6 +72,7 @@ COMMANDS = {
 }
 RANK_COMMANDS = ("train", "distill", "sample", "evaluate")
 """Commands that join the ranks of torchrun or srun."""
+HELP_FLAGS = ("-h", "--help", "--help_all")
 TRUE_WORDS, FALSE_WORDS = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -138,27 +146,174 @@ def parse(
     command: str, args: Sequence[str], *, defaults: Mapping[str, Any] | None = None, prog: str | None = None
 ) -> Any:
     """Parse the config of a command: flags override `--config FILE`, which overrides defaults."""
-    import tyro
-
     config_class = config_type(command)
+    prog = prog or f"halation {command}"
     file, rest = _pop_config_flag(args)
+    asked = [word[:2] + word[2:].replace("-", "_") for word in rest]
     if hasattr(config_class, "check_words"):
         config_class.check_words(rest)
     settings = to_current_names({**(defaults or {}), **(load_settings(config_class, file) if file else {})})
+    if not {*HELP_FLAGS}.isdisjoint(asked):
+        print(_help_text(config_class, prog, settings, everything="--help_all" in asked))
+        raise SystemExit(0)
+    rest = [word for word, plain in zip(rest, asked, strict=True) if plain != "--print_config"]
     required = [
         f.name for f in dataclasses.fields(config_class) if f.default is f.default_factory is dataclasses.MISSING
     ]
     default = {} if any(name not in settings for name in required) else {"default": config_class(**settings)}
     if not default and settings:  # flags must supply the required settings; put those of the file in front of them
         rest = [*_as_flags(settings), *rest]
-    return tyro.cli(
-        config_class,
-        prog=prog or f"halation {command}",
-        args=normalize_args(config_class, rest),
-        use_underscores=True,
-        config=(tyro.conf.AvoidSubcommands,),
-        **default,
-    )
+    words = normalize_args(config_class, rest)
+    ArgumentCheck(config_class, prog, needs=[] if default else required).check(words)
+    config = _convert(config_class, prog, words, default)
+    if "--print_config" in asked:
+        print(_settings_file(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _convert(config_class: Any, prog: str, words: Sequence[str], default: dict[str, Any]) -> Any:
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            config = (tyro.conf.AvoidSubcommands,)
+            return tyro.cli(config_class, prog=prog, args=words, use_underscores=True, config=config, **default)
+    except SystemExit as end:
+        text = " ".join(said.getvalue().translate(dict.fromkeys(range(0x2500, 0x2580), " ")).split())
+        raise InputError(
+            f"the flags cannot be read: {text}", "flags and values as in the help", f"see `{prog} --help_all`"
+        ) from end
+
+
+def _help_text(config_class: Any, prog: str, defaults: Mapping[str, Any], *, everything: bool) -> str:
+    ranges = {field.name: format_range(field) for field in dataclasses.fields(config_class)}
+    notes = {name: f"{text[0].upper()}{text[1:]}." for name, text in ranges.items() if text}
+    for name, others in accepted_names(ranges.keys()).items():
+        notes[name] = f"{notes.get(name, '')} Also {', '.join(f'--{other}' for other in others)}.".strip()
+    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    page = HelpPage(config_class, defaults, shutil.get_terminal_size().columns, bold=bold)
+    return page.format(prog, notes, everything=everything)
+
+
+def _settings_file(config: Any) -> str:
+    """Return the settings as YAML, in the form that --config reads."""
+    import yaml
+
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    hidden = {name for name, hint in hints.items() if "Suppress" in str(getattr(hint, "__metadata__", ""))}
+    values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    shown = {name: value for name, value in values.items() if name not in hidden}
+    return str(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True))
+
+
+class ArgumentCheck:
+    """Checks normalized words before tyro converts them, so that each refusal has the three parts of our messages."""
+
+    def __init__(self, config_class: Any, prog: str, needs: Sequence[str]) -> None:
+        self.prog, self.needs = prog, needs
+        self.hints = typing.get_type_hints(config_class)
+        fields = dataclasses.fields(config_class)
+        marked = typing.get_type_hints(config_class, include_extras=True)
+        self.positionals = [f.name for f in fields if "Positional" in str(getattr(marked[f.name], "__metadata__", ""))]
+
+    def check(self, words: Sequence[str]) -> None:
+        """Raise InputError for an unknown flag, a missing or wrong value, or a word without a flag."""
+        positions = [*(k for k, word in enumerate(words) if word.startswith("--")), len(words)]
+        free = list(words[: positions[0]])
+        given = set()
+        for start, stop in itertools.pairwise(positions):
+            name = self._setting(words[start])
+            values = words[start + 1 : stop]
+            given.add(name)
+            num = self._num_values(self.hints[name], len(values))
+            if len(values) < num:
+                many = "a value" if num == 1 else f"{num} values"
+                raise InputError(
+                    f"{words[start]} without a value" if not values else f"{words[start]} {' '.join(values)}",
+                    f"{many} for {words[start]}",
+                    f"give {many}; `{self.prog} --help_all` explains the flag",
+                )
+            if len(values) > num and not self.positionals:
+                self._refuse_word(values[num], words[start], num)
+            free += values[num:]
+            for value in values[:num]:
+                self._check_value(words[start], self.hints[name], value)
+        self._check_positionals(free, given)
+
+    def _setting(self, flag: str) -> str:
+        """Return the setting of a flag."""
+        name = flag[2:].replace("-", "_")
+        for known in (name, name.removeprefix("no_")):
+            if known in self.hints and (known == name or self.hints[known] is bool):
+                return known
+        near = nearest_name(name, self.hints.keys())
+        raise InputError(
+            f"there is no flag {shorten(flag)}",
+            f"a flag of `{self.prog}`",
+            f"did you mean --{near}?" if near else f"see `{self.prog} --help_all`",
+        )
+
+    @staticmethod
+    def _num_values(hint: Any, available: int) -> int:
+        if typing.get_origin(hint) is tuple:
+            inner = typing.get_args(hint)
+            return available if inner[-1] is Ellipsis else len(inner)
+        return 0 if hint is bool else 1
+
+    def _refuse_word(self, word: str, flag: str, num: int) -> None:
+        values = "no value" if num == 0 else "one value" if num == 1 else f"{num} values"
+        after = f" after {flag}" if flag else ""
+        raise InputError(
+            f"{shorten(repr(word))}{after} belongs to no flag",
+            f"{values} after {flag}" if flag else "flags, each followed by its value",
+            "put quotes around a text with spaces" if num else f"see `{self.prog} --help`",
+        )
+
+    def _check_value(self, flag: str, hint: Any, value: str) -> None:
+        allowed = choices(hint)
+        is_optional = type(None) in typing.get_args(hint)
+        if allowed:
+            if value not in allowed and value != "" and not (is_optional and value == "None"):
+                near = difflib.get_close_matches(value, allowed, n=1)
+                raise InputError(
+                    f"{flag} {shorten(value)}".strip(),
+                    f"one of {', '.join(allowed)}",
+                    f"did you mean {near[0]}?" if near else "choose one of these",
+                )
+            return
+        plain = [part for part in (typing.get_args(hint) or (hint,)) if part is not type(None)]
+        kind = next((part for part in (int, float) if plain[0] is part), None)
+        if kind is None or (is_optional and value == "None"):
+            return
+        try:
+            kind(value)
+        except ValueError as error:
+            expected = "a whole number" if kind is int else "a number"
+            raise InputError(
+                f"{flag} {shorten(value)}".strip(), expected, f"give one; `{self.prog} --help_all` explains the flag"
+            ) from error
+
+    def _check_positionals(self, words: Sequence[str], given: set[str]) -> None:
+        taken = 0
+        for name in self.positionals:
+            is_list = typing.get_origin(self.hints[name]) is tuple
+            values = words[taken:] if is_list else words[taken : taken + 1]
+            for value in values:
+                self._check_value(name.upper(), self.hints[name], value)
+            taken += len(values)
+            if values:
+                given.add(name)
+        if taken < len(words):
+            self._refuse_word(words[taken], "", 0)
+        missing = [name for name in self.needs if name not in given]
+        if missing:
+            name = missing[0]
+            flag = name.upper() if name in self.positionals else f"--{name}"
+            raise InputError(
+                f"`{self.prog}` without {flag}", f"{flag}, which has no default", f"give it; see `{self.prog} --help`"
+            )
 
 
 def config_type(command: str) -> Any:
@@ -168,9 +323,9 @@ def config_type(command: str) -> Any:
 
 
 def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
-    """Allow `--gpu_ids 0,1,2` for lists of numbers or choices, `--compile False` for switches."""
+    """Use current names; allow `--gpu_ids 0,1,2` for lists of numbers or choices, `--compile False` for switches."""
     hints = typing.get_type_hints(config_type)
-    args = _use_current_names(hints, _resolve_positionals(config_type, args))
+    args = _use_current_names(config_type, _resolve_positionals(config_type, args))
     lists = {
         name for name, hint in hints.items() if typing.get_origin(hint) is tuple and str not in typing.get_args(hint)
     }
@@ -203,15 +358,25 @@ def normalize_args(config_type: Any, args: Sequence[str]) -> list[str]:
     return result
 
 
-def _use_current_names(names: Collection[str], args: Sequence[str]) -> list[str]:
-    """Replace renamed flags by their current names."""
-    result = []
-    for word in _split_equals(args):
+def _use_current_names(config_type: Any, args: Sequence[str]) -> list[str]:
+    """Replace earlier names of flags, and names in other tools, by their current names."""
+    settings = {field.name for field in dataclasses.fields(config_type)}
+    aliases = setting_aliases(config_type)
+    words = _split_equals(args)
+    for position, word in enumerate(words):
         flag = word[2:].replace("-", "_") if word.startswith("--") else ""
         no = "no_" if flag.startswith("no_") else ""
-        new = RENAMED_SETTINGS.get(flag.removeprefix(no), "")
-        result.append(f"--{no}{new}" if new in names else word)
-    return result
+        name = flag.removeprefix("no_")
+        if not flag or flag in settings or name in settings:
+            continue
+        following = words[position + 1 : position + 2]
+        value = following[0] if following and not following[0].startswith("--") else None
+        new, converted = (aliases[name], value) if name in aliases else find_setting(name, value or "", settings, "--")
+        if new:
+            words[position] = f"--{no}{new}"
+            if value is not None:
+                words[position + 1] = converted
+    return words
 
 
 def _resolve_positionals(config_type: Any, args: Sequence[str]) -> list[str]:
@@ -294,8 +459,9 @@ def _usage_text() -> str:
             "commands:",
             *lines,
             "",
-            "halation COMMAND --help lists the flags. Dashes and underscores are the same; "
-            "flags override --config FILE (YAML, TOML, JSON).",
+            "halation COMMAND --help shows the flags that most users need, --help_all all of them. "
+            "Dashes and underscores are the same; flags override --config FILE (YAML, TOML, JSON), and --print_config "
+            "prints such a file.",
             "--input_limits SCALE raises the limits on input files; "
             "--follow_links allows links in an image folder that point outside of it.",
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -16,6 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from halation import input_files
 from halation.errors import InputError, format_value, shorten
+from halation.help_text import choices
+from halation.other_names import find_setting, nearest_name
 
 ChangePolicy = Literal["refused", "free", "grows"]
 ConfigType = TypeVar("ConfigType")
@@ -226,7 +227,7 @@ def _parse_yaml(text: str) -> Any:
 def load_settings(config_type: type[ConfigType], path: Path) -> dict[str, Any]:
     """Read and validate the settings of a file.
 
-    An unknown key raises InputError, which names the nearest known one.
+    An unknown key raises InputError, which suggests a known one that is spelled alike.
     """
     values = read_settings_file(path)
     if {"job", "settings", "fixed"} <= values.keys() and isinstance(values["settings"], dict):
@@ -240,18 +241,21 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
 
     hints = typing.get_type_hints(config_type)
     names = [f.name for f in dataclasses.fields(config_type)]  # type: ignore[arg-type]
-    aliases = _setting_aliases(config_type)
+    aliases = setting_aliases(config_type)
     settings: dict[str, Any] = {}
     for given, value in values.items():
-        key = given if given in names else aliases.get(given, given)
+        key = given if given in names else aliases.get(given, "")
+        if not key:
+            key, value = find_setting(given, value, set(names), f"{where}: ")
+        key = key or given
         if key in settings or (key != given and key in values):
             raise InputError(f"{where}: both '{key}' and '{given}'", "one of them: they are the same", "remove one")
         if key not in names:
-            near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.0)
+            near = nearest_name(key, set(names))
             raise InputError(
                 f"{where}: unknown setting '{shorten(key, 100)}'",
-                f"the nearest known one is '{near[0]}'",
-                "correct or remove it; --help lists all of them",
+                "settings of this command; --help_all lists all of them",
+                f"did you mean '{near}'?" if near else "correct or remove it",
             )
         is_list = typing.get_origin(hints[key]) is tuple and typing.get_args(hints[key])[-1] is Ellipsis
         if is_list and not isinstance(value, list | tuple):  # as on the command line, one value is a list of one
@@ -263,7 +267,9 @@ def validate_settings(config_type: type[ConfigType], values: Mapping[str, Any], 
             problem = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
             raise InputError(
                 f"{where}: {key} is {_show_value(value)}",
-                f"a value of its type ({problem})",
+                f"one of {', '.join(choices(hints[key]))}"
+                if choices(hints[key])
+                else f"a value of its type ({problem})",
                 "correct it; --help shows the type",
             ) from error
     return settings
@@ -278,7 +284,7 @@ def _show_value(value: Any) -> str:
         return "nested too deep"
 
 
-def _setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
+def setting_aliases(config_type: type[ConfigType]) -> dict[str, str]:
     """Map the aliases that the command line accepts to setting names."""
     hints = typing.get_type_hints(config_type, include_extras=True)
     aliases = {old: new for old, new in RENAMED_SETTINGS.items() if new in hints}

@@ -50,7 +50,6 @@ _COLUMN_TYPES = {
     "steps": _ColumnType(("steps", "num_inference_steps"), int, "a whole number from 1 to 10000", 1, 10000),
     "guidance_scale": _ColumnType(("guidance_scale",), float, "a finite number, 0 or more", 0, sys.float_info.max),
 }
-_LIST_NAME = "the list of prompts"
 _FORMAT_HINT = "use the extension of its format: .csv, .txt, .jsonl or .parquet"
 
 
@@ -113,20 +112,26 @@ class PromptFile:
         return cls(name=name, format=kind, sha256=sha256, ignored_columns=ignored_columns, data=data)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[str | Mapping[str, Any]]) -> PromptFile:
-        """Return the list that a file with these rows would be; a row is a text, or columns by name."""
+    def from_rows(cls, rows: Sequence[str | Mapping[str, Any]], name: str) -> PromptFile:
+        """Return prompts that are in no file: texts, or columns by name. They are read as JSON lines would be."""
         lines = []
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, str | Mapping):
-                raise InputError(
-                    f"prompt {number} is a {type(row).__name__}", "a text, or a dict of columns", "correct the list"
-                )
-            lines.append(json.dumps({"prompt": row} if isinstance(row, str) else dict(row), ensure_ascii=False))
-        data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
-        csv_jsonl_reader.check_text(_LIST_NAME, data)
-        csv_jsonl_reader.check_num_lines(_LIST_NAME, data)
+                found = f"{name}: prompt {number} is a {type(row).__name__}"
+                raise InputError(found, "a text, or a dict of columns", "correct the list")
+            columns = {"prompt": row} if isinstance(row, str) else dict(row)
+            lines.append(json.dumps(columns, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
+        data = b"".join(lines)
+        csv_jsonl_reader.check_text(name, data)
+        csv_jsonl_reader.check_num_lines(name, data)
         sha256 = hashlib.sha256(data).hexdigest()
-        return cls(name=_LIST_NAME, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
+        return cls(name=name, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
+
+    @classmethod
+    def from_values(cls, values: str | Sequence[str], format: str | None = None) -> PromptFile:
+        """Read the values of --prompts: one file, `-` for standard input, or texts."""
+        values = (values,) if isinstance(values, str) else values
+        return cls.open(values[0], format) if is_prompt_file(values) else cls.from_rows(values, "--prompts")
 
     def rows(self) -> Iterator[PromptRow]:
         """Yield the rows, converted one by one; a malformed row raises InputError."""
@@ -153,10 +158,31 @@ def iter_prompts(path: str | Path, format: str | None = None) -> Iterator[Prompt
     return PromptFile.open(path, format).rows()
 
 
+def is_prompt_file(values: Sequence[str]) -> bool:
+    """Whether the values of --prompts are one file instead of texts.
+
+    One value is a file if it exists, is `-`, or is written like a path: a file that is missing must not become a text.
+    """
+    if len(values) != 1:
+        return False
+    value = values[0]
+    if value == "-":
+        return True
+    try:
+        if Path(value).exists():
+            return not Path(value).is_dir()
+    except (OSError, ValueError):  # a text too long for a path, or with a zero byte
+        return False
+    is_word = not any(char.isspace() for char in value)
+    return value.startswith(("/", "./", "../", "~/")) or (
+        is_word and ("/" in value or Path(value).suffix.lower().removeprefix(".") in FORMATS)
+    )
+
+
 def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str]:
-    """Return the prompts of the command line (`-`: of standard input), then those of a file."""
-    if list(prompts) == ["-"]:
-        prompts = [row.prompt for row in read_prompts("-")]
+    """Return the prompts of the command line, which may be one file or `-`, then those of a file."""
+    if is_prompt_file(prompts):
+        prompts = [row.prompt for row in read_prompts(prompts[0])]
     return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
 
 

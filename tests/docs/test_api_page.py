@@ -95,12 +95,12 @@ def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
 
 
 def offered(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The flags that --help lists, without the second name of a switch."""
+    """The flags that --help_all lists."""
     with pytest.raises(SystemExit):
-        parse(command, ["--help"])
-    rows = re.findall(r"^[^\w-]*(--\w.*)$", re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out), re.MULTILINE)
-    names = {name for row in rows for name in FLAG.findall(re.split(r"\s{2,}", row)[0])}
-    return {name for name in names if f"--{name.removeprefix('--no_')}" not in names}
+        parse(command, ["--help_all"])
+    printed = capsys.readouterr().out
+    aliases = {alias for line in re.findall(r"The same as ([^.]*)\.", printed) for alias in FLAG.findall(line)}
+    return aliases | {f"--{name}" for name in re.findall(r"^  --(?:\[no_\])?(\w+)", printed, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

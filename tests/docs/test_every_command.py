@@ -117,9 +117,6 @@ def check_calls(text: str, where: str) -> int:
     for name, settings in calls(text):
         assert callable(getattr(halation, name)), f"{where}: halation.{name}"
         if name in cli.COMMANDS:
-            settings = {
-                "prompts_csv" if (name, key) == ("generate", "prompts") else key: settings[key] for key in settings
-            }
             validate_settings(cli.config_type(name), settings, where)
         number += 1
     return number

@@ -18,7 +18,7 @@ SHARED_WITH_TRAIN = {("distill", field.name) for field in dataclasses.fields(con
 def test_flags_that_pages_name_exist() -> None:
     known = {field.name for command in COMMANDS for field in dataclasses.fields(config_type(command))}
     foreign = {
-        "config", "help", "input_limits", "follow_links", "checkpoint", "prompts", "prompts_file",
+        "config", "help", "help_all", "print_config", "input_limits", "follow_links", "checkpoint", "prompts", "prompts_file",
         "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port", "master_addr", "nnodes",
         "node_rank",
         "standalone", "nodes", "ntasks_per_node", "gres", "cpus_per_task", "gpus_per_task", "time", "signal", "requeue",

@@ -136,7 +136,7 @@ def test_prompts_are_many_and_the_tiny_tokenizer_knows_their_words() -> None:
 
 
 def test_help_shows_the_flags_of_the_recipe_too(tmp_path: Path) -> None:
-    code, said, _ = started([sys.executable, SCRIPT, "--help"], tmp_path, COLUMNS="200")
+    code, said, _ = started([sys.executable, SCRIPT, "--help_all"], tmp_path, COLUMNS="200")
     assert code == 0
     for flag in ("--save_samples", "--mixed_precision", "--sample_dir", "--teacher_on_cpu", "--sample_interval"):
         assert flag in said

@@ -364,7 +364,11 @@ CASES = {
     case.name: case
     for case in (
         Case(
-            name="flags", commands=tuple((name, "--help") for name in COMMANDS), portable=True, printed=True, fast=True
+            name="flags",
+            commands=tuple((name, "--help_all") for name in COMMANDS),
+            portable=True,
+            printed=True,
+            fast=True,
         ),
         Case(
             name="refusals",

@@ -32,6 +32,14 @@ class DistillConfig(TrainConfig):
     The same command, run again, resumes from the last checkpoint.
     """
 
+    COMMON = (
+        "output_dir teacher_path student_config data_path objective student_steps teacher_guidance teacher_steps "
+        "num_epochs n_steps batch_size accumulate lr warmup_steps seed dtype gradient_checkpointing compile engine "
+        "nproc gpu_ids ckpt_every keep_last report_to sample_prompts sample_prompts_file sample_steps eval_every "
+        "eval_metrics"
+    )
+    """What --help shows; --help_all shows every setting."""
+
     # -- teacher and student
     output_dir: Path = free_setting(Path("runs/distill"))
     """Run folder: config, metrics, checkpoints, samples, logs, export."""
@@ -88,12 +96,14 @@ class DistillConfig(TrainConfig):
     teacher_samples: bool = free_setting(True)
     """Sample the teacher once for each prompt, to show next to the student's samples."""
 
-    # -- checkpoints and logs
+    # -- optimisation
     num_epochs: int = setting(0, change="grows", low=0)
     """Passes over the data, instead of --n_steps; each has whole steps, at least one. With dmd, steps of the second
     network count too."""
+    # -- sampling
     sample_interval: int = free_setting(1, low=1)
     """Epochs between samples and checkpoints, with --num_epochs or --sample_names rank."""
+    # -- optimisation
     warmup_steps: int = setting(20, low=0)
     """Steps over which the learning rate rises from zero; it protects weights that start as the teacher's."""
     caption_dropout: float = setting(0.0, low=0, high=1)

@@ -34,22 +34,29 @@ class EvaluateConfig:
     number of ranks, and after a resume.
     """
 
+    COMMON = (
+        "generated model_path prompts reference metrics extractor clip_model resize allow_few num_samples "
+        "num_inference_steps guidance_scale height width seed_start batch_size nproc gpu_ids cache_dir check json "
+        "output"
+    )
+    """What --help shows; --help_all shows every setting."""
+
     # -- images
     generated: str = ""
     """Images to score: a folder, or the output folder of `halation generate` (its ledger is checked)."""
     model_path: str = ""
     """Instead of --generated: a model (folder or name) that generates images for --prompts as `halation generate`
     would, without writing them to disk."""
-    prompts: str = ""
-    """Prompt list of the images (csv, txt, jsonl, parquet), matched by image id; not needed for a run of `halation
-    generate`."""
+    prompts: tuple[str, ...] = ()
+    """Prompts of the images: one file (csv, txt, jsonl, parquet), matched by image id, or texts, the first one for
+    image 000001; not needed for a run of `halation generate`."""
     reference: tuple[str, ...] = ()
     """Real images: a folder, `streets`, or saved statistics (.npz with mu and sigma, or .safetensors
     of --save_statistics; several of these are merged)."""
 
     # -- metrics
     metrics: tuple[Metric, ...] = ()
-    """fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
+    """Metrics: fid, kid, is (inception score), fd (Frechet distance of --extractor), prdc (precision, recall, density,
     coverage), clip, agreement (street captions). By default fid and kid; with --extractor streets fd, kid, prdc
     and, if captions are known, agreement."""
     extractor: str = ""
@@ -79,7 +86,7 @@ class EvaluateConfig:
     bootstrap: int = setting(0, low=0, high=10**12)
     """Resamplings for a 95 % bootstrap interval of fid and fd; each takes as long as the metric itself."""
 
-    # -- with --model_path
+    # -- images of a model (--model_path)
     num_samples: int = setting(0, low=0, high=10**12)
     """Score the first N images or prompts; 0 means all."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
@@ -105,7 +112,7 @@ class EvaluateConfig:
     compile: bool = False
     """Compile the transformer blocks."""
 
-    # -- computation
+    # -- computation and distributed
     batch_size: int = setting(32, low=1, high=10_000)
     """Images in a batch of the extractor; affects the bits of the features."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -152,7 +159,7 @@ class EvaluateConfig:
             "prompts",
             "a file that every rank can read",
             "write the prompts to a file",
-            when=lambda config: config.prompts == "-",
+            when=lambda config: tuple(config.prompts) == ("-",),
         ),
         Conflict(
             "reference",

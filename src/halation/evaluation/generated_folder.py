@@ -139,12 +139,12 @@ def _raise_if_any(names: Sequence[str], folder: Path, problem: str, action: str)
         )
 
 
-def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFiles:
+def match_prompts(files: ImageFiles, prompts: str | Sequence[str], seed_start: int) -> ImageFiles:
     """Add captions from a prompt list, matched by file name.
 
     File names are `{id}_seed{seed}` or `{id}`; numeric ids may lack leading zeros.
     """
-    prompt_file = PromptFile.open(prompts)
+    prompt_file = PromptFile.from_values(prompts)
     texts: dict[str, str] = {}
     ids: dict[str, dict[str, str]] = {}
     defaults = RequestDefaults(
@@ -168,7 +168,7 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
     if unmatched:
         shown = ", ".join(unmatched[:NUM_SHOWN]) + (" ..." if len(unmatched) > NUM_SHOWN else "")
         raise InputError(
-            f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompts}: {shown}",
+            f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompt_file.name}: {shown}",
             "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list "
             "(six digits from 000001 if it has none)",
             "give the prompt list of the images and, if an id has several prompts, "
@@ -178,7 +178,7 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
         index = next(i for i, (one, other) in enumerate(zip(captions, files.captions, strict=True)) if one != other)
         raise InputError(
             f"{files.names[index]} was generated for {files.captions[index][:60]!r}, "
-            f"but {prompts} has {captions[index][:60]!r}",
+            f"but {prompt_file.name} has {captions[index][:60]!r}",
             "the prompt list of the images",
             "omit --prompts: the run has its own prompts",
         )

@@ -39,6 +39,7 @@ class ModelImages(DrawnImages):
     config: EvaluateConfig
     model_ref: ModelRef
     specs: tuple[SampleSpec, ...]
+    prompts_name: str
     batch_plan: BatchPlan
     device: str
     micro_batch: int = 0
@@ -64,7 +65,7 @@ class ModelImages(DrawnImages):
             "path": config.model_path,
             "model": self.model_ref.digest,
             "settings": {
-                "prompts": config.prompts,
+                "prompts": self.prompts_name,
                 "specs_sha256": self._specs_hash,
                 "seed_start": config.seed_start,
                 "height": first.height,
@@ -188,9 +189,11 @@ class ModelImages(DrawnImages):
 def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     """Return the images to generate, without loading the model."""
     if not config.prompts:
-        raise InputError("--model_path without --prompts", "prompts to generate images for", "give --prompts FILE")
+        raise InputError(
+            "--model_path without --prompts", "prompts to generate images for", "give --prompts FILE, or texts"
+        )
     model_ref = resolve_model(config.model_path, raw=config.raw)
-    prompts = PromptFile.open(config.prompts)
+    prompts = PromptFile.from_values(config.prompts)
     defaults = RequestDefaults(
         seed_start=config.seed_start,
         height=model_ref.height if config.height is None else config.height,
@@ -204,12 +207,12 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     specs = tuple(request.spec for request in rows)
     if config.num_samples > len(specs) > 0:
         raise InputError(
-            f"--num_samples {config.num_samples} of {len(specs)} prompts in {config.prompts}",
+            f"--num_samples {config.num_samples} of {len(specs)} prompts in {prompts.name}",
             "at most the number of prompts",
             "omit --num_samples to use all prompts",
         )
     if not specs:
-        raise InputError(f"{config.prompts} holds no prompts", "at least one", "check --prompts")
+        raise InputError(f"{prompts.name} holds no prompts", "at least one", "check --prompts")
     groups: dict[Any, list[int]] = {}
     for spec in specs:
         groups.setdefault(group_key(spec), []).append(spec.index)
@@ -218,6 +221,7 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
         config=config,
         model_ref=model_ref,
         specs=specs,
+        prompts_name=prompts.name,
         batch_plan=plan_batches(ordered, config.model_batch_size),
         device=device,
     )

@@ -341,7 +341,7 @@ def dry_run(config: EvaluateConfig) -> list[dict[str, Any]]:
         num_reference = len(find_image_files(Path(config.reference[0]), "--reference", captions=False))
     num_generated: dict[str, int | None] = {}
     if config.prompts:
-        num_rows = sum(1 for _row in PromptFile.open(config.prompts).rows())
+        num_rows = sum(1 for _row in PromptFile.from_values(config.prompts).rows())
         num_generated = {"generated": min(config.num_samples or num_rows, num_rows)}
     for metric, label in plan.metric_labels.items():
         num_images: dict[str, int | None] = {

@@ -55,7 +55,9 @@ def generate(
 def _run(config: GenerateConfig, rows: Sequence[str | Mapping[str, Any]] | None, model: LoadedModel | None) -> int:
     check_config(config)
     prompts = (
-        PromptFile.open(config.prompts_csv, config.prompts_format or None) if rows is None else PromptFile.of_rows(rows)
+        PromptFile.from_values(config.prompts_csv or config.prompts, config.prompts_format or None)
+        if rows is None
+        else PromptFile.from_rows(rows, "the list of prompts")
     )
     if model is not None:
         config, model_ref = model.resolve(config)

@@ -23,8 +23,17 @@ class GenerateConfig:
     these settings, not on the number of GPUs.
     """
 
+    COMMON = (
+        "prompts prompts_csv model_path output_dir num_samples seed_start num_inference_steps guidance_scale height "
+        "width num_frames negative_prompt scheduler batch_size dtype compile offload gpu_ids nproc cluster "
+        "accept_changes progress"
+    )
+    """What --help shows; --help_all shows every setting."""
+
     # -- prompts, model and output
-    prompts_csv: Annotated[str, tyro.conf.arg(aliases=["--prompts"])] = free_setting("")
+    prompts: tuple[str, ...] = free_setting(())
+    """Prompts: texts, or one file as for --prompts_csv."""
+    prompts_csv: str = free_setting("")
     """Prompt list: CSV, TXT (one prompt per line), JSONL or Parquet; `-` is standard input. Columns: prompt or caption;
     optional: image_id, seed, negative_prompt, width, height, steps, guidance_scale."""
     prompts_format: Literal["", "csv", "txt", "jsonl", "parquet"] = free_setting("")
@@ -34,6 +43,7 @@ class GenerateConfig:
     such as `streets-64`. `testcard` needs no model; `testcard:0.2` takes 0.2 s per batch."""
     output_dir: Path = free_setting(Path("outputs/generated"))
     """Folder for the images, their metadata and the ledger."""
+    # -- images
     num_samples: int = setting(0, change="grows", low=0, high=10**12)
     """Generate images for the first N prompts; 0 means all. A later call may raise it."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
@@ -57,7 +67,7 @@ class GenerateConfig:
     pipeline_args: tuple[str, ...] = setting(())
     """Further arguments of the pipeline call, as KEY=VALUE with a JSON value, for example max_sequence_length=256."""
 
-    # -- computation
+    # -- precision, speed and memory
     batch_size: int = setting(4, low=1, high=10_000)
     """Images in a batch, the unit of work. It affects the bits of the images."""
     micro_batch: int = setting(0, low=0, high=10**12)
@@ -72,7 +82,8 @@ class GenerateConfig:
     """Two-expert video models: the first expert generates half the frames, which are doubled for the second (E2). No
     effect with one frame."""
     offload: Literal["none", "model", "layers"] = free_setting("none")
-    """If a model does not fit on a GPU: offload whole components (the two experts of Wan in turn), or single layers."""
+    """For a model that does not fit on a GPU: offload whole components (the two experts of Wan in turn), or single
+    layers."""
     fps: int = setting(16, low=1, high=10_000)
     """Frames per second of an MP4."""
     png: Literal["auto", "zlib", "isal"] = free_setting("auto")
@@ -80,7 +91,7 @@ class GenerateConfig:
     threads: int = setting(1, low=1, high=10_000)
     """CPU threads per worker on a CPU. It affects the bits of the images there."""
 
-    # -- workers
+    # -- distributed
     gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, as torch numbers them within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free_setting(0)
@@ -88,8 +99,8 @@ class GenerateConfig:
     oversubscribe: bool = free_setting(False)
     """Allow several workers on one GPU."""
     cluster: str = free_setting("local")
-    """local uses this machine; ray starts Ray on this machine, auto joins the running cluster (RAY_ADDRESS), and
-    ray://HOST:PORT joins a remote one; files is for several commands that share one folder."""
+    """Where the workers run: local uses this machine; ray starts Ray on this machine, auto joins the running cluster
+    (RAY_ADDRESS), and ray://HOST:PORT joins a remote one; files is for several commands that share one folder."""
     stall_timeout_s: float = free_setting(600.0, low=ABOVE_ZERO)
     """Seconds without a step after which a worker counts as hung and is replaced."""
     lease_s: float = free_setting(60.0, low=ABOVE_ZERO)
@@ -108,9 +119,10 @@ class GenerateConfig:
         Conflict(
             "",
             "a list of prompts",
-            "give --prompts_csv FILE (csv, txt, jsonl, parquet), or - for standard input",
-            without="prompts_csv",
+            "give --prompts with texts or one FILE (csv, txt, jsonl, parquet), or - for standard input",
+            without="prompts_csv prompts",
         ),
+        Conflict("prompts prompts_csv", "one of the two: both name the prompts", "leave one out"),
         Conflict(
             "cluster",
             "local, files, ray, auto or ray://HOST:PORT",

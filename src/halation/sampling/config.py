@@ -18,13 +18,15 @@ class SampleConfig:
     The result does not depend on the number of ranks. Settings that are not given are those of the checkpoint's run.
     """
 
+    # -- checkpoint and output
     checkpoint: Annotated[str | Path, tyro.conf.arg(aliases=["--model_path"])]
     """A checkpoint folder, a run folder (its newest valid checkpoint), an export folder, or a bundled model such as
     `streets-64`."""
     output_dir: Path | None = None
     """Folder for the images, their prompts, grid.png and samples.json; by default a new folder under outputs/."""
+    # -- sampling
     prompts: tuple[str, ...] = ()
-    """Prompts to sample; by default those of the run."""
+    """Prompts to sample, or one file of them; by default those of the run."""
     prompts_file: str = ""
     """File of prompts (txt, csv, jsonl, parquet), sampled after those above; `-` is standard input."""
     sample_steps: int = setting(0, low=0)
@@ -39,12 +41,14 @@ class SampleConfig:
     """Classifier-free guidance; -1 uses the setting of the run."""
     batch_size: int = setting(0, low=0)
     """Images per batch; 0 uses the setting of the run. It affects the bits of the images."""
+    # -- precision and weights
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
     """Precision; empty uses the setting of the run."""
     compile: bool | None = None
     """Compile the transformer block; by default as in the run, because compiled blocks round differently."""
     raw: bool = False
     """Use the raw weights instead of the EMA."""
+    # -- distributed
     nproc: int = 0
     """Ranks to start on this machine; 0 is one per GPU, or one without a GPU."""
     gpu_ids: tuple[int, ...] = ()

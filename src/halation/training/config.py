@@ -28,12 +28,19 @@ class TrainConfig:
     The same command, run again, resumes from the last checkpoint.
     """
 
-    # -- model, data, optimizer
+    COMMON = (
+        "output_dir data image_size model model_path lora_rank n_steps batch_size accumulate lr warmup_steps ema_decay "
+        "seed dtype gradient_checkpointing compile engine nproc gpu_ids validation_images ckpt_every keep_last "
+        "report_to sample_prompts sample_prompts_file sample_steps guidance_scale eval_every eval_metrics"
+    )
+    """What --help shows; --help_all shows every setting."""
+
+    # -- output and data
     output_dir: Path = free_setting(Path("runs/train"))
     """Run folder: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
-    """`streets` (embedded, rendered on the fly); a folder with metadata.jsonl|csv (file_name and text) or one folder
-    per class; or a CSV file of images and captions."""
+    """Training data: a folder with metadata.jsonl|csv (file_name and text) or one folder per class; a CSV file of
+    images and captions; or `streets` (embedded, rendered on the fly)."""
     max_images: int = setting(0, low=0)
     """Train only on the first images of the data; 0 uses all."""
     image_size: tuple[int, ...] = setting((), low=1)
@@ -42,9 +49,10 @@ class TrainConfig:
     aspect_buckets: bool = setting(False)
     """Keep each image near its own proportions, at about the area of --image_size; a batch holds one shape.
     For --model_path."""
+    # -- model
     model: str = setting("small")
-    """tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or `streets-64`
-    of the package."""
+    """Model: tiny, mini, small, base, large or xlarge; or a model to start from: a run, checkpoint or export, or
+    `streets-64` of the package."""
     model_path: str = free_setting("")
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): a folder or a name on
     the hub."""
@@ -61,12 +69,13 @@ class TrainConfig:
     """Learned extra tokens that take part in attention and are dropped before the output."""
     vae: str = setting("")
     """Folder of a diffusers AutoencoderKL: train on its latents. Empty: train on pixels."""
+    # -- optimisation
     n_steps: int = setting(20_000, change="grows", low=1)
     """Total number of optimizer steps; it may be raised when a run is resumed."""
     batch_size: int = setting(32, low=1)
     """Micro-batch size per rank. The global batch, batch_size * ranks * accumulate, is fixed for the run."""
     accumulate: int = setting(1, low=1)
-    """Micro-batches whose gradients are summed before a step."""
+    """Gradient accumulation: micro-batches whose gradients are summed before a step."""
     lr: float = setting(1e-4, low=ABOVE_ZERO)
     """Learning rate after warm-up."""
     warmup_steps: int = setting(0, low=0)
@@ -78,7 +87,7 @@ class TrainConfig:
     betas: tuple[float, float] = setting((0.9, 0.999), low=0, high=BELOW_ONE)
     """AdamW's decay rates of the two gradient moments."""
     grad_clip: float = setting(1.0, low=0)
-    """Maximum norm of the gradient; 0 disables clipping."""
+    """Gradient clipping: maximum norm of the gradient; 0 disables it."""
     ema_decay: float = setting(0.9999, low=0, high=BELOW_ONE)
     """Decay of the EMA, whose weights produce the samples; it warms up with the number of updates."""
     caption_dropout: float = setting(0.1, low=0, high=1)
@@ -91,8 +100,9 @@ class TrainConfig:
     the model's scheduler."""
     seed: int = setting(0, low=0, high=MAX_SEED)
     """Seed of the initial weights, the order of the data and all training noise."""
+    # -- precision, speed and memory
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
-    """Precision of the forward and backward pass."""
+    """Mixed precision: the precision of the forward and backward pass."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
     """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small
     updates are lost. The EMA is float32 either way."""
@@ -101,10 +111,10 @@ class TrainConfig:
     nan_policy: Literal["stop", "skip"] = setting("stop")
     """What all ranks do if a loss or gradient is not finite on one of them: stop the run, or skip the update."""
 
-    # -- ranks and engines
+    # -- distributed
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
-    """auto selects ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed (ZeRO) shard weights,
-    gradients, optimizer and EMA."""
+    """How training is distributed: auto selects ddp for several ranks and single for one; fsdp (FSDP2) and deepspeed
+    (ZeRO) shard weights, gradients, optimizer and EMA."""
     zero_stage: Literal[1, 2, 3] = setting(2)
     """What deepspeed shards: 1 the optimizer, 2 gradients too, 3 weights and EMA too."""
     deepspeed_config: str = free_setting("")
@@ -125,12 +135,14 @@ class TrainConfig:
     """How often the ranks are restarted from the last checkpoint after one of them has failed."""
     threads: int = setting(1, low=1)
     """CPU threads per rank; results are reproducible only with the same number."""
+    # -- precision, speed and memory
     compile: bool = setting(False)
     """Compile the transformer blocks: the same maths with other rounding, after a minute or two of compilation."""
     gradient_checkpointing: bool = setting(False)
-    """Recompute the activations of the blocks in the backward pass: less memory, a third more work."""
+    """Gradient checkpointing: recompute the activations of the blocks in the backward pass. Less memory, a third more
+    work."""
 
-    # -- data
+    # -- data loading
     cache: Literal["auto", "none", "memory", "pixels", "latents"] = free_setting("auto")
     """Where prepared images are cached: in memory, or in memory-mapped files (pixels, latents). With auto, latents are
     cached if --vae or --model_path is set, else images in memory."""
@@ -155,13 +167,14 @@ class TrainConfig:
     run_name: str = free_setting("")
     """Name of the run in trackers; by default the name of the folder."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
-    """auto shows a bar on a terminal and a line every 30 s elsewhere."""
+    """Progress display; auto shows a bar on a terminal and a line every 30 s elsewhere."""
 
-    # -- samples
+    # -- sampling
     sample: bool = free_setting(True)
     """Sample on all ranks at every checkpoint, at the end of an epoch and of training."""
     sample_prompts: tuple[str, ...] = free_setting(())
-    """Prompts to sample; by default the eight driving prompts for streets, captions or class names of a folder."""
+    """Prompts to sample (validation prompts), or one file of them; by default the eight driving prompts for streets,
+    captions or class names of a folder."""
     sample_prompts_file: str = free_setting("")
     """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input."""
     sample_steps: int = free_setting(10, low=1)
@@ -189,12 +202,12 @@ class TrainConfig:
     sample_timeout_s: float = free_setting(0.0, low=0)
     """Seconds a rank may spend on one denoising step before it is reported as hanging; 0 is dist_timeout_s."""
 
-    # -- evaluations
+    # -- evaluation
     eval_every: int = free_setting(0, low=0)
     """Steps between evaluations of the EMA on all ranks; the last step is always evaluated. 0 disables evaluation."""
     eval_metrics: tuple[Metric, ...] = free_setting(())
-    """fid, kid, is, fd, prdc, clip, agreement, as in `halation evaluate`; by default fd, kid and prdc, for streets
-    also agreement."""
+    """Metrics, as in `halation evaluate`: fid, kid, is, fd, prdc, clip, agreement; by default fd, kid and prdc, for
+    streets also agreement."""
     eval_images: int = free_setting(1000, low=16, high=10**6)
     """Images sampled for an evaluation, with the captions or classes of the reference. Metrics computed on too few
     images are flagged `few`."""
@@ -212,6 +225,7 @@ class TrainConfig:
     """Batch size for sampling and for the extractor in an evaluation; it affects the last bits of the scores."""
     eval_steps: int = free_setting(0, low=0)
     """Denoising steps of these images; 0 is sample_steps."""
+    # -- resuming
     restart: bool = free_setting(False)
     """Start over at step 0 if every checkpoint of the run is damaged, instead of failing. An undamaged checkpoint is
     still resumed from."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -100,13 +98,11 @@ def _find_training_data(watched: Path) -> tuple[str, ...]:
 
 def load_prompts(config: WatchConfig) -> PromptFile:
     """Load the prompts, or the captions of the reference; raise now if they are invalid."""
-    if config.prompts:
-        prompts = PromptFile.open(config.prompts)
-    else:
-        rows = [{"prompt": caption} for caption in _read_captions(config)]
-        data = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-        name, sha256 = "captions of the reference", hashlib.sha256(data).hexdigest()
-        prompts = PromptFile(name=name, format="jsonl", sha256=sha256, ignored_columns=(), data=data)
+    prompts = (
+        PromptFile.from_values(config.prompts)
+        if config.prompts
+        else PromptFile.from_rows(list(_read_captions(config)), "captions of the reference")
+    )
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
         raise InputError(

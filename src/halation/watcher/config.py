@@ -24,6 +24,12 @@ class WatchConfig:
     command can be stopped at any time; the same command resumes it.
     """
 
+    COMMON = (
+        "run output_dir every once prompts num_samples seed_start num_inference_steps guidance_scale height width "
+        "reference metrics extractor allow_few best_by gpu_ids nproc"
+    )
+    """What --help shows; --help_all shows every setting."""
+
     # -- checkpoints
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|DIR")] = dataclasses.field(
         metadata={"change": "free", "positional": True}
@@ -45,9 +51,9 @@ class WatchConfig:
     delay: COMMIT.json marks them as complete."""
 
     # -- images
-    prompts: str = free_setting("")
-    """Prompt list (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a folder with
-    captions."""
+    prompts: tuple[str, ...] = free_setting(())
+    """Prompts: texts, or one file (csv, txt, jsonl, parquet); by default the captions of the reference: `streets`, or a
+    folder with captions."""
     num_samples: int = setting(0, low=0, high=10**12)
     """Generate only this many prompts, the first ones; 0 is all, which for `streets` is --num_reference."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
@@ -90,7 +96,7 @@ class WatchConfig:
     images: Literal["all", "best", "none"] = free_setting("all")
     """Which images to keep after scoring; a grid of the first 16 is always kept."""
 
-    # -- processes
+    # -- distributed
     gpu_ids: tuple[int, ...] = free_setting(())
     """GPUs to use, numbered as torch does within CUDA_VISIBLE_DEVICES; by default all."""
     nproc: int = free_setting(0, low=0, high=10**12)
