@@ -14,6 +14,7 @@ from torch import Tensor
 from halation.errors import InputError
 from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
 from halation.models.pipelines import load
+from halation.models.pipelines.call_settings import read_call_settings
 from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
@@ -147,7 +148,7 @@ def open_pipeline(
         half_frame=half_frame,
     )
     family = get_family(kind.__name__)
-    options.check(kind, family)
+    options.check(kind, family, read_call_settings(files.path).guidance)
     pipe = load.load_pipeline(files, options)
     with load.refuse_library_errors(files):
         check_tokenizers(files.path, pipe, family)
@@ -283,11 +284,12 @@ class PipelineModel:
             "output_type": "pt",
         }
         offered: dict[str, Any] = {
-            "guidance_scale": first.guidance_scale,
             "num_frames": num_frames,
             # Generate the requested size, not the family's nearest bucket.
             "use_resolution_binning": False,
         }
+        if self._checker.guidance.argument and first.guidance_scale is not None:
+            offered[self._checker.guidance.argument] = first.guidance_scale
         nothing_given = not any(spec.negative_prompt for spec in specs)
         if self._checker.accepts_negative_prompt and not (nothing_given and self._zeroes_empty_negative_prompt):
             offered["negative_prompt"] = [spec.negative_prompt for spec in specs]
