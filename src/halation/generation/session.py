@@ -106,11 +106,7 @@ def resolve_config(
         given = getattr(config, name)
         chosen[name] = (recorded[name] if name in recorded else own[name]) if given is None else given
     if not chosen["height"] or not chosen["width"]:
-        raise InputError(
-            f"the configs of {model_ref.name} do not show the size of its images",
-            "a height and a width",
-            "give --height and --width",
-        )
+        raise model_ref.no_size_error()
     return replace(config, **chosen)
 
 

@@ -84,7 +84,7 @@ class ModelRef:
         """
         if self.call_settings is not None:
             scale = self.guidance_scale if given.guidance_scale is None else given.guidance_scale
-            self.call_settings.check(given, guidance_scale or scale, arguments or {})
+            self.call_settings.check(given, scale if guidance_scale is None else guidance_scale, arguments or {})
         elif self.load_args["kind"] == "checkpoint":
             height, width = (given.height or self.height), (given.width or self.width)
             if (height, width) != (self.height, self.width):
@@ -93,6 +93,10 @@ class ModelRef:
                     f"{self.height} x {self.width}, the only size of this model",
                     "leave --height and --width out, or train a model for the other size",
                 )
+
+    def no_size_error(self) -> InputError:
+        found = f"the configs of {self.name} do not show the size of its images"
+        return InputError(found, "a height and a width", "give --height and --width")
 
     def warnings(
         self,

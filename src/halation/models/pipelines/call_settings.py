@@ -187,7 +187,9 @@ class Guidance:
         """True if the scale is an input of a guidance-distilled model, not the weight of a second branch."""
         return bool(self.argument) and self.argument != self.switch
 
-    def switch_value(self, guidance_scale: float | None, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
+    def switch_value(
+        self, guidance_scale: float | None, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> float:
         """Return the value that decides whether the unconditional branch runs."""
         if self.switch == self.argument:
             value = self.default if guidance_scale is None else guidance_scale
@@ -262,9 +264,7 @@ def find_downsampling(class_name: str, autoencoder: Mapping[str, Any]) -> int | 
     return 2 ** (len(blocks) - 1) if blocks else None
 
 
-def _find_default_size(
-    class_name: str, denoiser: Mapping[str, Any], factor: int | None
-) -> tuple[int, int] | None:
+def _find_default_size(class_name: str, denoiser: Mapping[str, Any], factor: int | None) -> tuple[int, int] | None:
     """Return the size that a call draws without height and width, computed as the pipelines do."""
     arguments, constants = _read_class(class_name)
     sides = [
@@ -375,7 +375,9 @@ def read_call_settings(folder: Path) -> CallSettings:
     is_pixel_model = index.keys() & set(DENOISER_FOLDERS) and not index.keys() & set(_AUTOENCODER_FOLDERS)
     return CallSettings(
         class_name=class_name,
-        size=_find_default_size(class_name, denoiser, 1 if is_pixel_model else find_downsampling(class_name, autoencoder)),
+        size=_find_default_size(
+            class_name, denoiser, 1 if is_pixel_model else find_downsampling(class_name, autoencoder)
+        ),
         steps=steps if isinstance(steps, int) else None,
         guidance=find_guidance(class_name, denoiser, index),
         size_multiple=find_size_multiple(class_name, denoiser, autoencoder),

@@ -264,7 +264,9 @@ class PipelineChecker:
     def size_multiple(self) -> int:
         """The number that must divide height and width."""
         parts = (getattr(self.pipe, name, None) for name in ("vae", "vqvae", "movq"))
-        configs = [dict(part.config) if part is not None else {} for part in (self._denoiser, next(filter(None, parts), None))]
+        configs = [
+            dict(part.config) if part is not None else {} for part in (self._denoiser, next(filter(None, parts), None))
+        ]
         return find_size_multiple(type(self.pipe).__name__, *configs)
 
     def check_size(self, height: int, width: int) -> None:
