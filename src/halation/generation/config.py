@@ -13,6 +13,8 @@ from halation.config import ABOVE_ZERO, Conflict, free_setting, setting
 # None means "not given"; the help shows the type alone.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+RESOLVED_SETTINGS = ("height", "width", "num_inference_steps", "guidance_scale")
+"""Settings whose defaults are those of the model, or of a folder that was started before."""
 
 
 @dataclass(frozen=True, kw_only=True)

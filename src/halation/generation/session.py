@@ -18,7 +18,7 @@ from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation import metadata_and_summary
-from halation.generation.config import GenerateConfig
+from halation.generation.config import RESOLVED_SETTINGS, GenerateConfig
 from halation.generation.image_requests import ImageRequest, RequestDefaults, RowCheck
 from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan, repair
@@ -36,8 +36,6 @@ from halation.work_division import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
 RESULT_FILES = (metadata_and_summary.METADATA_FILE, metadata_and_summary.SUMMARY_FILE)
-RESOLVED_SETTINGS = ("height", "width", "num_inference_steps", "guidance_scale")
-"""Settings whose defaults are those of the model, or of a folder that was started before."""
 IMAGE_NAME = re.compile(r".*_seed\d+(\.png|\.mp4)?")
 
 

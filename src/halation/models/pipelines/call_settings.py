@@ -252,6 +252,10 @@ def find_downsampling(class_name: str, autoencoder: Mapping[str, Any]) -> int | 
     constants = _read_class(class_name)[1]
     if constant := constants.get("vae_scale_factor") or constants.get("vae_scale_factor_spatial"):
         return int(constant)
+    return _config_downsampling(autoencoder)
+
+
+def _config_downsampling(autoencoder: Mapping[str, Any]) -> int | None:
     for name in ("scale_factor_spatial", "spatial_compression_ratio"):
         if autoencoder.get(name):
             return int(autoencoder[name])
@@ -345,20 +349,38 @@ class CallSettings:
         return f"; --pipeline_args can set {', '.join(names)}" if names else ""
 
 
-def check_size_multiple(what: str, multiple: int, height: int | None, width: int | None) -> None:
-    """Raise for a height or width that `multiple` does not divide, with the two nearest sizes."""
+def check_size_multiple(
+    what: str,
+    multiple: int,
+    height: int | None,
+    width: int | None,
+    flag: str = "",
+    needs: str = "autoencoder and patches",
+) -> None:
+    """Raise for a height or width that `multiple` does not divide, with the two nearest sizes.
+
+    `flag` is the flag of both sides; by default each has its own, named after it.
+    """
     sides = [(name, side) for name, side in (("height", height), ("width", width)) if side is not None]
     wrong = [(name, side) for name, side in sides if side < 1 or side % multiple]
     if not wrong:
         return
-    nearest = []
-    for name, side in wrong:
-        lower = side // multiple * multiple
-        nearest.append(f"--{name} {' or '.join(str(each) for each in (lower, lower + multiple) if each > 0)}")
+    found = " ".join(f"--{name} {side}" for name, side in wrong)
+    sizes = [[max(0, side) // multiple * multiple + extra for _, side in sides] for extra in (0, multiple)]
+    if flag:  # a side that fits stays as it is
+        found = f"--{flag} {height} {width}"
+    for size, extra in zip(sizes, (0, multiple), strict=True):
+        for index, (_, side) in enumerate(sides):
+            size[index] = side if side > 0 and side % multiple == 0 else size[index]
+    usable = [size for size in sizes if all(size)]
+    if flag:
+        nearest = [f"--{flag} {' '.join(map(str, size))}" for size in usable]
+    else:
+        nearest = [" ".join(f"--{name} {side}" for (name, _), side in zip(sides, size, strict=True)) for size in usable]
     raise InputError(
-        " ".join(f"--{name} {side}" for name, side in wrong) + f" with {what}",
-        f"multiples of {multiple}, which its autoencoder and patches need",
-        f"the nearest are {', '.join(nearest)}",
+        f"{found} with {what}",
+        f"multiples of {multiple}, which its {needs} need",
+        f"the nearest: {', or '.join(nearest)}",
     )
 
 
@@ -382,6 +404,11 @@ def read_call_settings(folder: Path) -> CallSettings:
         guidance=find_guidance(class_name, denoiser, index),
         size_multiple=find_size_multiple(class_name, denoiser, autoencoder),
     )
+
+
+def read_downsampling(folder: Path) -> int | None:
+    """Return how many pixels a side of a latent of this autoencoder covers, or None if its config does not show it."""
+    return _config_downsampling(_read_config(folder / "config.json"))
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
