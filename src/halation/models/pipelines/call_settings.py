@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -361,24 +361,21 @@ def check_size_multiple(
 
     `flag` is the flag of both sides; by default each has its own, named after it.
     """
-    sides = [(name, side) for name, side in (("height", height), ("width", width)) if side is not None]
-    wrong = [(name, side) for name, side in sides if side < 1 or side % multiple]
-    if not wrong:
+    sides = {name: side for name, side in (("height", height), ("width", width)) if side is not None}
+    if all(side > 0 and side % multiple == 0 for side in sides.values()):
         return
-    found = " ".join(f"--{name} {side}" for name, side in wrong)
-    sizes = [[max(0, side) // multiple * multiple + extra for _, side in sides] for extra in (0, multiple)]
-    if flag:  # a side that fits stays as it is
-        found = f"--{flag} {height} {width}"
-    for size, extra in zip(sizes, (0, multiple), strict=True):
-        for index, (_, side) in enumerate(sides):
-            size[index] = side if side > 0 and side % multiple == 0 else size[index]
-    usable = [size for size in sizes if all(size)]
-    if flag:
-        nearest = [f"--{flag} {' '.join(map(str, size))}" for size in usable]
-    else:
-        nearest = [" ".join(f"--{name} {side}" for (name, _), side in zip(sides, size, strict=True)) for size in usable]
+
+    def as_flags(values: Sequence[int]) -> str:
+        return " ".join(
+            [f"--{flag}", *map(str, values)] if flag else [f"--{n} {v}" for n, v in zip(sides, values, strict=True)]
+        )
+
+    # Rounded down and up; a side that fits is the same in both.
+    lower = [side // multiple * multiple for side in sides.values()]
+    upper = [-(-side // multiple) * multiple or multiple for side in sides.values()]
+    nearest = [as_flags(size) for size in (lower, upper) if min(size) > 0]
     raise InputError(
-        f"{found} with {what}",
+        f"{as_flags(list(sides.values()))} with {what}",
         f"multiples of {multiple}, which its {needs} need",
         f"the nearest: {', or '.join(nearest)}",
     )
