@@ -20,7 +20,8 @@ class SampleSpec:
     height: int
     width: int
     steps: int
-    guidance_scale: float
+    guidance_scale: float | None
+    """None if the model takes no guidance scale, or the pipeline's own default decides."""
     negative_prompt: str = ""
     num_frames: int = 1
 

@@ -17,11 +17,11 @@ from halation.distributed.checkpoint.writer import commit_sha256
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.model_images import open_model_images
-from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
+from halation.generation.session import resolve_config
 from halation.generation.workers.local_pool import WorkerSlot
 from halation.images.png_codec import read_png
-from halation.models.model_path_resolver import DEFAULT_STEPS, resolve_model
+from halation.models.model_path_resolver import resolve_model
 from halation.sampling import command as sample
 from halation.sampling.config import SampleConfig
 from support import tiny_models
@@ -41,7 +41,7 @@ def written(path: Path, value: object) -> Path:
 
 def student(tmp_path: Path, kind: str, sampling: dict[str, Any] = SAMPLING) -> Path:
     """An export or a checkpoint as far as nobody looks at its weights."""
-    written(tmp_path / "base/model_index.json", {})
+    written(tmp_path / "base/model_index.json", {"_class_name": "WanPipeline"})
     if kind == "export":
         written(tmp_path / "base/halation.json", {"step": 2, "sampling": sampling})
         return tmp_path / "base"
@@ -56,7 +56,7 @@ def student(tmp_path: Path, kind: str, sampling: dict[str, Any] = SAMPLING) -> P
 def steps_of(folder: Path, asked: int | None) -> int | None:
     config = GenerateConfig(model_path=str(folder), num_inference_steps=asked)
     places = [WorkerSlot(label="0", device="cpu")]
-    return generate.resolve_config(config, resolve_model(str(folder), raw=False), places).num_inference_steps
+    return resolve_config(config, resolve_model(str(folder), raw=False), places, {}).num_inference_steps
 
 
 @pytest.mark.parametrize("kind", ["export", "checkpoint"])
@@ -84,7 +84,7 @@ def test_models_that_learned_no_number_of_steps_are_drawn_in_the_usual_ones(
     tmp_path: Path, distilled: dict[str, Any] | None
 ) -> None:
     folder = student(tmp_path, "export", {**SAMPLING, "distilled": distilled})
-    assert (steps_of(folder, None), steps_of(folder, 9)) == (DEFAULT_STEPS, 9)
+    assert (steps_of(folder, None), steps_of(folder, 9)) == (50, 9)
     assert list(resolve_model(str(folder), raw=False).warnings(9, None, ())) == []
 
 

@@ -20,9 +20,6 @@ from halation.images.png_codec import read_png
 from halation.models.checkpoint_loading import load_denoiser
 from halation.models.model_folder import fingerprint
 from halation.models.model_path_resolver import (
-    DEFAULT_GUIDANCE_SCALE,
-    DEFAULT_HEIGHT,
-    DEFAULT_WIDTH,
     resolve_model,
     resolve_pipeline_folder,
 )
@@ -33,6 +30,7 @@ from halation.training import command as train
 from halation.training.config import TrainConfig
 from support import tiny_models
 
+WAN = {"_class_name": "WanPipeline"}
 SAMPLING = {"sampler": "own", "height": 64, "width": 96, "guidance_scale": 2.5, "prompts": ["cat"], "steps": 2}
 
 
@@ -55,9 +53,9 @@ def fine_tuned(run: Path, base: Path) -> Path:
 
 
 def test_an_export_brings_the_size_and_guidance_of_its_run(tmp_path: Path) -> None:
-    written(tmp_path / "model_index.json", {})
+    written(tmp_path / "model_index.json", WAN)
     plain = resolve_model(str(tmp_path), raw=False)
-    assert (plain.height, plain.width, plain.guidance_scale) == (DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE)
+    assert (plain.height, plain.width, plain.guidance_scale, plain.steps) == (480, 832, 5.0, 50), "of its call"
     before = fingerprint(tmp_path)
     written(tmp_path / "halation.json", {"step": 2, "sampling": SAMPLING})
     subject = resolve_model(str(tmp_path), raw=False)
@@ -67,7 +65,7 @@ def test_an_export_brings_the_size_and_guidance_of_its_run(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"sampling": {"height": 64}}', '{"sampling": {"height": "tall"}}'])
 def test_a_damaged_note_in_an_export_is_refused(tmp_path: Path, content: str) -> None:
-    written(tmp_path / "model_index.json", {})
+    written(tmp_path / "model_index.json", WAN)
     (tmp_path / "halation.json").write_text(content)
     with pytest.raises(InputError, match=r"halation\.json(:| cannot be read)"):
         resolve_model(str(tmp_path), raw=False)
@@ -179,7 +177,7 @@ def test_a_pipeline_whose_configs_name_no_size_is_drawn_as_large_as_its_call_dra
 
 
 def test_a_model_with_links_that_lead_back_has_a_digest(tmp_path: Path) -> None:
-    written(tmp_path / "model_index.json", {})
+    written(tmp_path / "model_index.json", WAN)
     before = fingerprint(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(".")
@@ -188,7 +186,7 @@ def test_a_model_with_links_that_lead_back_has_a_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", ["x", [1], 1e308, float("inf"), float("nan"), -3, 10**9])
 def test_a_student_of_absurd_steps_is_refused(tmp_path: Path, steps: object) -> None:
-    written(tmp_path / "model_index.json", {})
+    written(tmp_path / "model_index.json", WAN)
     written(tmp_path / "halation.json", {"sampling": SAMPLING | {"distilled": {"steps": steps}}})
     with pytest.raises(InputError, match=r"halation\.json: distilled: steps is "):
         resolve_model(str(tmp_path), raw=False)

@@ -90,13 +90,15 @@ class EvaluateConfig:
     num_samples: int = setting(0, low=0, high=10**12)
     """Score the first N images or prompts; 0 means all."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
-    """Denoising steps; by default 20, or the number that a student or bundled model was trained for."""
+    """Denoising steps; by default those of the pipeline's own call, 20 for a DiT of Halation, or the number that a
+    student or bundled model was trained for."""
     guidance_scale: MaybeFloat = setting(None, low=0, high=1e9)
-    """Classifier-free guidance scale; by default 7.5, or the value a Halation run used."""
+    """Guidance scale; by default that of the pipeline's own call, or the value a Halation run used. Refused for a model
+    that ignores it."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default 480, or the size a Halation model was trained at."""
+    """Height in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default 832, or the size a Halation model was trained at."""
+    """Width in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Image k uses the seed seed_start + k, unless its row has a seed."""
     negative_prompt: str = ""

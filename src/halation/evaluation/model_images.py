@@ -25,7 +25,7 @@ from halation.generation.ledger import group_key
 from halation.generation.workers.image_runner import ImageModel, dry_run, open_model, run_batch
 from halation.models.async_image_result import Frames, ImageError
 from halation.models.model_path_resolver import ModelRef, resolve_model
-from halation.prompt_files import PromptFile
+from halation.prompt_files import PromptFile, PromptRow
 from halation.runs.run_folder import hash_json, read_json_with_digest, write_json_with_digest
 from halation.sample_specs import SampleBatch as DrawnBatch
 from halation.sample_specs import SampleSpec
@@ -193,6 +193,9 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
             "--model_path without --prompts", "prompts to generate images for", "give --prompts FILE, or texts"
         )
     model_ref = resolve_model(config.model_path, raw=config.raw)
+    model_ref.check(config)
+    if not ((config.height or model_ref.height) and (config.width or model_ref.width)):
+        raise model_ref.no_size_error()
     prompts = PromptFile.from_values(config.prompts)
     defaults = RequestDefaults(
         seed_start=config.seed_start,
@@ -203,7 +206,12 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
         guidance_scale=model_ref.guidance_scale if config.guidance_scale is None else config.guidance_scale,
         negative_prompt=config.negative_prompt,
     )
-    rows = islice(iter_requests(prompts.rows(), defaults, prompts.name), config.num_samples or None)
+
+    def check_row(row: PromptRow, spec: SampleSpec) -> None:
+        model_ref.check(row, spec.guidance_scale)
+
+    requests = iter_requests(prompts.rows(), defaults, prompts.name, check_row)
+    rows = islice(requests, config.num_samples or None)
     specs = tuple(request.spec for request in rows)
     if config.num_samples > len(specs) > 0:
         raise InputError(

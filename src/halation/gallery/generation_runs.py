@@ -17,7 +17,7 @@ from typing import Any
 from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
 from halation.gallery.run_catalog import RunEntry
 from halation.gallery.run_file_reader import RunState, read_last_lines, read_record, read_run_state, read_stamp
-from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
+from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows, loaded_guidance
 from halation.generation.metadata_and_summary import frame_name
 from halation.generation.read_only_ledger import LedgerConnection, open_ledger
 
@@ -44,7 +44,7 @@ def shell_command(record: Mapping[str, Any], spec: Mapping[str, Any], micro_batc
     settings = settings_at_epoch(record, epoch)
     fixed = record.get("fixed") or {}
     row = {"image_id": spec["id"]} | {
-        name: spec[name] for name in PROMPT_COLUMNS if name != "negative_prompt" or spec[name]
+        name: spec[name] for name in PROMPT_COLUMNS if spec[name] not in (None, "") or name == "prompt"
     }
     args = ["halation", "generate", "--prompts", "-", "--prompts_format", "jsonl"]
     for name in (*FLAGS, *EXTRA_FLAGS):
@@ -317,6 +317,7 @@ class GenerationRun(RunEntry):
         if not found:
             return None
         spec = {"index": found["picture"]} | {name: found[name] for name in SPEC_COLUMNS}
+        spec["guidance_scale"] = loaded_guidance(found["guidance_scale"])
         outcome = {
             "state": STATES[found["state"]],
             **{name: found[name] for name in OUTCOME_COLUMNS},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import logging
 import os
@@ -21,14 +20,19 @@ from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.ledger_setup import claim_ledger_kind
 from halation.generation.loaded_model import LoadedModel
-from halation.generation.session import GenerationSession, check_no_foreign_files, remove_temporary_files
+from halation.generation.session import (
+    GenerationSession,
+    check_no_foreign_files,
+    parse_pipeline_args,
+    remove_temporary_files,
+)
 from halation.generation.shared_folder.shared_ledger import SHARED_LEDGER
 from halation.generation.shared_folder.shared_session import run_shared
 from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.images import mp4_writer, png_codec
 from halation.logging_setup import log_to_folder
-from halation.models.model_path_resolver import ModelRef, resolve_model
+from halation.models.model_path_resolver import resolve_model
 from halation.prompt_files import PromptFile
 from halation.runs import lock
 from halation.runs import run_folder as runs
@@ -64,10 +68,12 @@ def _run(config: GenerateConfig, rows: Sequence[str | Mapping[str, Any]] | None,
     else:
         model_ref = resolve_model(config.model_path, raw=config.raw)
     folder = config.output_dir
+    if not (folder / runs.CONFIG_FILE).exists():  # a folder that was started with other rules goes on with them
+        model_ref.check(config, arguments=parse_pipeline_args(config.pipeline_args))
     if config.cluster == "files":
         local_slots = list_local_slots(config)
         runs.make_folder(folder)
-        return run_shared(resolve_config(config, model_ref, local_slots), prompts, model_ref, local_slots)
+        return run_shared(config, prompts, model_ref, local_slots)
     worker_context = model.open_pool(config) if model else prepare_workers(config)
     runs.make_folder(folder)
     check_not_shared(folder)
@@ -83,7 +89,6 @@ def _run(config: GenerateConfig, rows: Sequence[str | Mapping[str, Any]] | None,
             log_to_folder(folder / "logs") as console_handler,
             worker_context as (slots, make_pool),
         ):
-            config = resolve_config(config, model_ref, slots)
             if was_killed:
                 remove_temporary_files(folder)
             with Ledger(folder / LEDGER_FILE) as ledger:
@@ -167,15 +172,3 @@ def begun_with_files_error(folder: Path) -> InputError:
         "--cluster files in every command on this folder",
         "add --cluster files (one process is enough), or choose another --output_dir",
     )
-
-
-def resolve_config(config: GenerateConfig, model_ref: ModelRef, slots: Sequence[WorkerSlot]) -> GenerateConfig:
-    """Fill in the settings that depend on the model and the device."""
-    chosen: dict[str, Any] = {
-        "height": config.height or model_ref.height,
-        "width": config.width or model_ref.width,
-        "guidance_scale": model_ref.guidance_scale if config.guidance_scale is None else config.guidance_scale,
-        "num_inference_steps": config.num_inference_steps or model_ref.steps,
-        "dtype": config.dtype or ("fp32" if slots[0].device == "cpu" else "bf16"),
-    }
-    return dataclasses.replace(config, **chosen)

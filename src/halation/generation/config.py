@@ -13,6 +13,8 @@ from halation.config import ABOVE_ZERO, Conflict, free_setting, setting
 # None means "not given"; the help shows the type alone.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+RESOLVED_SETTINGS = ("height", "width", "num_inference_steps", "guidance_scale")
+"""Settings whose defaults are those of the model, or of a folder that was started before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +51,17 @@ class GenerateConfig:
     seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Image k uses the seed seed_start + k, unless its row has a seed."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
-    """Denoising steps; by default 20, or the number that a student or bundled model was trained for."""
+    """Denoising steps; by default those of the pipeline's own call, 20 for a DiT of Halation, or the number that a
+    student or bundled model was trained for."""
     guidance_scale: MaybeFloat = setting(None, low=0)
-    """Classifier-free guidance scale; by default 7.5, or the value a Halation run used."""
+    """Guidance scale; by default that of the pipeline's own call, or the value a Halation run used. Refused for a model
+    that ignores it."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default 480, or the size a Halation model was trained at."""
+    """Height in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default 832, or the size a Halation model was trained at."""
+    """Width in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
     num_frames: int = setting(1, low=1, high=10_000)
-    """Frames for video models: 1 writes an image, more write an MP4 and its frames."""
+    """Frames for video models: 1, the default whatever the model, writes an image; more write an MP4 and its frames."""
     negative_prompt: str = setting("")
     """Negative prompt for rows without one."""
     scheduler: str = setting("")

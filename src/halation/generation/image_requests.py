@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class RequestDefaults:
     width: int
     num_frames: int
     steps: int
-    guidance_scale: float
+    guidance_scale: float | None
     negative_prompt: str
 
 
@@ -100,9 +100,15 @@ class RenamedId:
     why: str
 
 
-def iter_requests(rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> RequestIterator:
+RowCheck = Callable[[PromptRow, SampleSpec], None]
+"""Raises InputError for a row that the model cannot draw or would ignore in part."""
+
+
+def iter_requests(
+    rows: Iterable[PromptRow], defaults: RequestDefaults, source: str, check: RowCheck | None = None
+) -> RequestIterator:
     """Return the requests of a file's rows in order; `source` is the file name for messages."""
-    return RequestIterator(rows, defaults, source)
+    return RequestIterator(rows, defaults, source, check)
 
 
 class RequestIterator(Iterator[ImageRequest]):
@@ -112,11 +118,14 @@ class RequestIterator(Iterator[ImageRequest]):
     the iteration ends with an InputError that lists all of them.
     """
 
-    def __init__(self, rows: Iterable[PromptRow], defaults: RequestDefaults, source: str) -> None:
+    def __init__(
+        self, rows: Iterable[PromptRow], defaults: RequestDefaults, source: str, check: RowCheck | None = None
+    ) -> None:
         self.renamed_ids: list[RenamedId] = []
         """Renamed requests, in order; the caller may clear the list during iteration."""
         self.num_renamed = 0
         self._source = source
+        self._check = check
         # Digests bound the memory for a million long ids. At 128 bits, equal digests mean equal text.
         self._line_by_name: dict[int, int] = {}
         self._other_names: set[int] = set()
@@ -137,6 +146,8 @@ class RequestIterator(Iterator[ImageRequest]):
     def _make_requests(self, rows: Iterable[PromptRow], defaults: RequestDefaults) -> Iterator[ImageRequest]:
         for index, row in enumerate(rows):
             spec = _make_spec(index, row, defaults, self._source)
+            if self._check is not None:
+                _check_row(self._check, row, spec, self._source)
             preferred_name = f"{spec.id}_seed{spec.seed}"
             key = _digest(preferred_name)
             if key in self._line_by_name:
@@ -226,6 +237,16 @@ def _make_spec(index: int, row: PromptRow, defaults: RequestDefaults, source: st
         negative_prompt=defaults.negative_prompt if row.negative_prompt is None else row.negative_prompt,
         num_frames=defaults.num_frames,
     )
+
+
+def _check_row(check: RowCheck, row: PromptRow, spec: SampleSpec, source: str) -> None:
+    """Check a row that has settings of its own; the message names its line."""
+    if row.height is row.width is row.guidance_scale is None and not row.negative_prompt:
+        return
+    try:
+        check(row, spec)
+    except InputError as error:
+        raise error_at(source, row.line, 1, error.found, error.expected, error.action) from error
 
 
 def _digest(text: str) -> int:

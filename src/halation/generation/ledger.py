@@ -71,6 +71,8 @@ CREATE INDEX IF NOT EXISTS unfinished ON pictures(state, picture) WHERE state !=
 """
 # Added by ALTER TABLE in new ledgers too, so that their schema text equals that of ledgers of earlier versions.
 CHECKSUM_COLUMNS = ("plan_check", "outcome_check")
+NO_GUIDANCE = -1.0
+"""Stored as the guidance scale of an image whose model takes none: the column holds numbers only."""
 SPEC_COLUMNS = ("id", "prompt", "negative_prompt", "seed", "height", "width", "num_frames", "steps", "guidance_scale")
 OUTCOME_COLUMNS = ("sha256", "num_bytes", "worker", "seconds", "micro_batch", "attempts", "reason")
 _REQUEST = f"picture, name, {', '.join(SPEC_COLUMNS)}"
@@ -118,12 +120,22 @@ class LedgerRow:
     epoch: int
 
 
-def group_key(spec: SampleSpec) -> tuple[float, ...]:
+def group_key(spec: SampleSpec) -> tuple[float | None, ...]:
     """Return the values that all specs of a batch must share.
 
     The guidance scale is one of them because a pipeline call takes a single one for all its rows.
     """
     return (*spec.shape, spec.guidance_scale)
+
+
+def stored_guidance(guidance_scale: float | None) -> float:
+    """Return the number that the ledger stores for a guidance scale."""
+    return NO_GUIDANCE if guidance_scale is None else guidance_scale
+
+
+def loaded_guidance(stored: float) -> float | None:
+    """Return the guidance scale of a number that the ledger stores."""
+    return None if stored == NO_GUIDANCE else stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,10 +516,11 @@ class Ledger:
                 )
             texts = [text.encode() for text in (request.name, spec.id, spec.prompt, spec.negative_prompt)]
             numbers = (spec.seed, spec.height, spec.width, spec.num_frames, spec.steps, shapes[shape])
+            guidance_scale = stored_guidance(spec.guidance_scale)
             yield (
                 spec.index, request.name, spec.id, spec.prompt, spec.negative_prompt, spec.seed, spec.height,
-                spec.width, spec.num_frames, spec.steps, spec.guidance_scale, shapes[shape],
-                plan_checksum(spec.index, texts, numbers, spec.guidance_scale),
+                spec.width, spec.num_frames, spec.steps, guidance_scale, shapes[shape],
+                plan_checksum(spec.index, texts, numbers, guidance_scale),
                 outcome_checksum(spec.index, (b"", b"", b""), (0, 0, 0, 0, 0), 0.0),
             )  # fmt: skip
 
@@ -741,7 +754,7 @@ def _parse_request(row: Sequence[Any]) -> ImageRequest:
     index, name, id_, prompt, negative_prompt, seed, height, width, num_frames, steps, guidance_scale = row
     spec = SampleSpec(
         index=index, id=id_, prompt=prompt, negative_prompt=negative_prompt, seed=seed, height=height, width=width,
-        num_frames=num_frames, steps=steps, guidance_scale=guidance_scale,
+        num_frames=num_frames, steps=steps, guidance_scale=loaded_guidance(guidance_scale),
     )  # fmt: skip
     return ImageRequest(spec=spec, name=name)
 

@@ -17,7 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from halation.errors import InputError
-from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
+from halation.generation.image_requests import (
+    ImageRequest,
+    RenamedId,
+    RequestDefaults,
+    RequestIterator,
+    RowCheck,
+    iter_requests,
+)
 from halation.generation.ledger import LEDGER_NAMES, Ledger, LedgerDamage, LedgerKind
 from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
 from halation.prompt_files import PromptFile
@@ -120,19 +127,20 @@ def plan(
     folder: Path,
     accept_changes: bool = False,
     unrecorded: Sequence[ImageRequest] = (),
+    check: RowCheck | None = None,
 ) -> None:
     """Make the ledger hold exactly the first `limit` rows of the prompt file (0: all).
 
     If the file and the settings equal those in the ledger, the file is not read again. If images are done
     (`has_done_images`), their rows must be unchanged; other rows may change, and more may follow. With
-    `accept_changes`, new settings apply to the images that are not done; done images stay, and their prompts must be
-    unchanged. `unrecorded` rows have an image in the folder that a killed call did not record: they count as done,
-    and the image is removed if its row changes.
+    `accept_changes`, new settings apply to the images that are not done; done images stay, and their prompts must
+    be unchanged. `check` is called for rows with settings of their own. `unrecorded` rows have an image in the
+    folder that a killed call did not record: they count as done, and the image is removed if its row changes.
     """
     facts = {"prompts_sha256": prompts.sha256, "limit": limit, "defaults": asdict(defaults)}
     if ledger.read_fact("plan") == facts:
         return
-    request_iterator = iter_requests(prompts.rows(), defaults, prompts.name)
+    request_iterator = iter_requests(prompts.rows(), defaults, prompts.name, check)
     rows = _take_first(request_iterator, limit, prompts.name)
     changed: list[ImageRequest] = []
     if ledger.num_planned and has_done_images:

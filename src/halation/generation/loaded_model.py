@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halation.errors import InputError
 from halation.generation.config import GenerateConfig
@@ -17,8 +17,11 @@ from halation.generation.image_requests import BatchTask
 from halation.generation.workers import local_pool
 from halation.generation.workers.image_runner import ImageModel, ImageRunner, open_model
 from halation.generation.workers.local_pool import TaskHandler, WorkerEvent, WorkerPool, WorkerSlot
-from halation.models.model_path_resolver import ModelRef, resolve_model
+from halation.models.model_path_resolver import ModelRef, pipeline_defaults, resolve_model
 from halation.sample_specs import SampleSpec
+
+if TYPE_CHECKING:
+    from halation.models.pipelines.pipeline_model import LoadedPipeline
 
 OPEN_SETTINGS = (
     "dtype",
@@ -49,7 +52,13 @@ class LoadedModel:
     """A model in this process; as a context manager, it is freed at the end."""
 
     def __init__(
-        self, model_ref: ModelRef, *, device: str, dtype: str = "", raw: bool = False, pipe: Any = None
+        self,
+        model_ref: ModelRef,
+        *,
+        device: str,
+        dtype: str = "",
+        raw: bool = False,
+        pipe: LoadedPipeline | None = None,
     ) -> None:
         self.name = model_ref.name
         self.device = device
@@ -67,10 +76,11 @@ class LoadedModel:
             return model
         from halation.models.pipelines.pipeline_model import describe_pipeline
 
-        facts = describe_pipeline(model)
-        load_args = {"kind": "pipeline", "path": facts["name"]}
-        model_ref = ModelRef(load_args=load_args, name=facts["name"], digest=facts["digest"])
-        return cls(model_ref, device=facts["device"], dtype=facts["dtype"], pipe=model)
+        found = describe_pipeline(model)
+        defaults = pipeline_defaults(found.call_settings)
+        load_args = {"kind": "pipeline", "path": found.name}
+        model_ref = ModelRef(load_args=load_args, name=found.name, digest=found.digest, **defaults)
+        return cls(model_ref, device=found.device, dtype=found.dtype, pipe=found)
 
     def __enter__(self) -> LoadedModel:
         return self

@@ -104,7 +104,7 @@ def _metadata_row(row: LedgerRow) -> dict[str, Any]:
         "height": spec.height,
         "num_frames": spec.num_frames,
         "steps": spec.steps,
-        "guidance_scale": float(spec.guidance_scale),
+        "guidance_scale": None if spec.guidance_scale is None else float(spec.guidance_scale),
         "sha256": row.sha256,
     }
 

@@ -238,7 +238,11 @@ class SharedLedgerReader:
         with contextlib.suppress(sqlite3.Error):
             cursor = self.connection.executemany(
                 f"UPDATE pictures SET {', '.join(f'{name} = ?' for name in names)} WHERE picture = ? AND name = ''",
-                ([row[name] for name in (*names, "index")] for row in rows if _is_spec(row)),
+                (
+                    [*(row[name] for name in names[:-1]), ledger.stored_guidance(row["guidance_scale"]), row["index"]]
+                    for row in rows
+                    if _is_spec(row)
+                ),
             )
             if cursor.rowcount > 0:  # existing rows changed, which readers detect by a change of the facts
                 self._num_described += cursor.rowcount
@@ -273,7 +277,10 @@ def _is_spec(row: Mapping[str, Any]) -> bool:
     try:
         numbers = [row[name] for name in ("seed", "height", "width", "num_frames", "steps")]
         ledger.plan_checksum(
-            row["index"], [row[name].encode() for name in ledger.PLAN_TEXTS], [*numbers, 0], row["guidance_scale"]
+            row["index"],
+            [row[name].encode() for name in ledger.PLAN_TEXTS],
+            [*numbers, 0],
+            ledger.stored_guidance(row["guidance_scale"]),
         )
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error):
         return False

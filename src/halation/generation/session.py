@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
@@ -18,8 +18,8 @@ from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import InputError, Interrupted
 from halation.generation import metadata_and_summary
-from halation.generation.config import GenerateConfig
-from halation.generation.image_requests import ImageRequest, RequestDefaults
+from halation.generation.config import RESOLVED_SETTINGS, GenerateConfig
+from halation.generation.image_requests import ImageRequest, RequestDefaults, RowCheck
 from halation.generation.ledger import Ledger
 from halation.generation.ledger_setup import plan, repair
 from halation.generation.supervisor import RangeClaims, RunStats, Supervisor, SupervisorSettings
@@ -28,9 +28,10 @@ from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler
 from halation.models.model_path_resolver import ModelRef
 from halation.progress import GenerationProgress, StepProgress
-from halation.prompt_files import PromptFile
+from halation.prompt_files import PromptFile, PromptRow
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
+from halation.sample_specs import SampleSpec
 from halation.work_division import BatchPlan, plan_batches
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,23 @@ def parse_pipeline_args(words: tuple[str, ...]) -> dict[str, Any]:
     return arguments
 
 
+def resolve_config(
+    config: GenerateConfig, model_ref: ModelRef, slots: Sequence[WorkerSlot], recorded: Mapping[str, Any]
+) -> GenerateConfig:
+    """Fill in the settings that are not given: those of an existing folder, else those of the model."""
+    device = "cpu" if slots[0].device == "cpu" else "cuda"
+    dtype = recorded["dtype"] if recorded.get("device") == device and "dtype" in recorded else ""
+    chosen: dict[str, Any] = {"dtype": config.dtype or dtype or ("fp32" if device == "cpu" else "bf16")}
+    own = {"num_inference_steps": model_ref.steps, "guidance_scale": model_ref.guidance_scale}
+    own |= {"height": model_ref.height, "width": model_ref.width}
+    for name in RESOLVED_SETTINGS:
+        given = getattr(config, name)
+        chosen[name] = (recorded[name] if name in recorded else own[name]) if given is None else given
+    if not chosen["height"] or not chosen["width"]:
+        raise model_ref.no_size_error()
+    return replace(config, **chosen)
+
+
 class GenerationSession:
     """One call on a locked folder.
 
@@ -114,19 +132,12 @@ class GenerationSession:
         self.arguments = parse_pipeline_args(config.pipeline_args)
         self.model_facts: dict[str, Any] = {}
         self.devices: set[str] = set()
+        self.check_row: RowCheck | None = None
 
     # -- before
 
     def prepare(self, prompts: PromptFile, slots: Sequence[WorkerSlot]) -> None:
         """Create or resume the run, plan new rows, and find missing images."""
-        if self.config.enable_half_frame and self.config.num_frames == 1:
-            log.warning("--enable_half_frame has no effect with one frame")
-        truncation_step, steps = (
-            self.config.cfg_truncation_step,
-            self.config.num_inference_steps or self.model_ref.steps,
-        )
-        if truncation_step is not None and truncation_step >= steps:
-            log.warning("--cfg_truncation_step %d has no effect: there are only %d steps", truncation_step, steps)
         if prompts.ignored_columns:
             log.warning("%s: unknown columns are ignored: %s", prompts.name, ", ".join(prompts.ignored_columns))
         self._check_ledger(prompts)
@@ -135,6 +146,7 @@ class GenerationSession:
         ]
         # Settings are fixed only once an image is done: failures may be caused by a setting.
         has_done_images = self.ledger.counts()["done"] > 0 or bool(unrecorded)
+        self._resolve_settings(slots, has_done_images)
         config = runs.RunFolder(self.folder).config
         previous_config = config.read_bytes() if has_done_images and config.exists() else b""
         self.record = self._open_record(self._fixed_settings(slots), has_done_images)
@@ -149,8 +161,43 @@ class GenerationSession:
         self._check_unrecorded_images()
         counts = self.ledger.counts()
         rows = islice(prompts.rows(), self.config.num_samples or None) if counts["done"] < counts["planned"] else ()
-        for warning in self.model_ref.warnings(steps, self.config.guidance_scale, (row.prompt for row in rows)):
+        for warning in self._warnings(row.prompt for row in rows):
             log.warning("%s", warning)
+
+    def _resolve_settings(self, slots: Sequence[WorkerSlot], has_done_images: bool) -> None:
+        """Fill in the settings that are not given, and check the given ones of a new run."""
+        is_new = not has_done_images or self.config.accept_changes
+        if is_new:
+            self.model_ref.check(self.config, arguments=self.arguments)
+            self.check_row = self._check_row
+        given = {name for name in RESOLVED_SETTINGS if getattr(self.config, name) is not None}
+        recorded = self._recorded_settings(has_done_images)
+        self.config = config = resolve_config(self.config, self.model_ref, slots, recorded)
+        guidance = "no guidance scale" if config.guidance_scale is None else f"guidance {config.guidance_scale:g}"
+        text = f"{config.height} x {config.width}, {config.num_inference_steps} steps, {guidance}"
+        if others := [name for name in RESOLVED_SETTINGS if name not in given]:
+            source = "this folder" if recorded else self.model_ref.defaults_of
+            text += f" ({', '.join(others)}: of {source})"
+        log.info("%s", text)
+        if config.progress not in ("json", "none"):
+            sys.stderr.write(f"{text}\n")
+
+    def _recorded_settings(self, has_done_images: bool) -> dict[str, Any]:
+        """Return the settings that the folder was started with; they are fixed once an image is done."""
+        run = runs.RunFolder(self.folder)
+        return runs.read_record(run)["fixed"] if has_done_images and run.config.exists() else {}
+
+    def _check_row(self, row: PromptRow, spec: SampleSpec) -> None:
+        self.model_ref.check(row, spec.guidance_scale, self.arguments)
+
+    def _warnings(self, prompts: Iterable[str]) -> Iterator[str]:
+        """Yield warnings about settings without effect and about words that the model does not know."""
+        config, steps = self.config, self.config.num_inference_steps or 0
+        if config.enable_half_frame and config.num_frames == 1:
+            yield "--enable_half_frame has no effect with one frame"
+        if config.cfg_truncation_step is not None and config.cfg_truncation_step >= steps:
+            yield f"--cfg_truncation_step {config.cfg_truncation_step} has no effect: there are only {steps} steps"
+        yield from self.model_ref.warnings(steps, config.guidance_scale, prompts)
 
     def _check_ledger(self, prompts: PromptFile) -> None:
         """Repair damaged rows; raise if the ledger is empty or belongs to other images."""
@@ -187,7 +234,7 @@ class GenerationSession:
             width=config.width or 0,
             num_frames=config.num_frames,
             steps=config.num_inference_steps or self.model_ref.steps,
-            guidance_scale=config.guidance_scale or 0.0,
+            guidance_scale=config.guidance_scale,
             negative_prompt=config.negative_prompt,
         )
         plan(
@@ -199,6 +246,7 @@ class GenerationSession:
             folder=folder,
             accept_changes=config.accept_changes,
             unrecorded=unrecorded,
+            check=self.check_row,
         )
 
     def _check_unrecorded_images(self) -> None:

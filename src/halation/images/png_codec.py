@@ -218,7 +218,7 @@ def metadata_texts(spec_json: Mapping[str, Any], model: str = "", sampler: str =
     lines = [str(spec_json["prompt"])]
     if spec_json.get("negative_prompt"):
         lines.append(f"Negative prompt: {spec_json['negative_prompt']}")
-    values = {name: str(value) for name, value in settings.items() if value != ""}
+    values = {name: str(value) for name, value in settings.items() if value not in ("", None)}
     for name, value in values.items():
         if any(mark in value for mark in ",:\n"):  # readers split at these, except in a JSON string
             values[name] = json.dumps(value, ensure_ascii=False)

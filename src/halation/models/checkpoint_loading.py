@@ -232,17 +232,20 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
-def check_base_exists(folder: Path) -> None:
-    """Raise if the base pipeline of a fine-tuning checkpoint is missing, before workers start."""
+def check_base_exists(folder: Path) -> Path | None:
+    """Return the base pipeline of a fine-tuning checkpoint; raise if it is missing, before workers start."""
     if not (folder / COMMIT_FILE).exists():
-        return
+        return None
     try:
         description = dict(read_json(folder / "state.json")["denoiser"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable_error(folder, error) from error
     base = Path(str(description.get("path", "")))
-    if description.get("family") == "pipeline" and not (base / "model_index.json").is_file():
+    if description.get("family") != "pipeline":
+        return None
+    if not (base / "model_index.json").is_file():
         raise _missing_base_error(folder, base, "which no longer exists")
+    return base
 
 
 def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:

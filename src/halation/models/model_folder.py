@@ -101,6 +101,22 @@ def check_sampling_settings(source: str, sampling: Mapping[str, Any]) -> None:
         input_files.check_numbers(f"{source}: distilled", distilled, {"steps": SAMPLING_RANGES["steps"]})
 
 
+def read_export_size(folder: Path) -> tuple[int, int] | None:
+    """Return height and width of an export of a DiT, or None for other folders."""
+    try:
+        sampling = input_files.read_json(folder / "config.json")["sampling"]
+        return int(sampling["height"]), int(sampling["width"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def default_patch_size(height: int, downsampling_factor: int) -> int:
+    """Return the patch of a new DiT: 2 in latents as in the DiT paper; in pixels, the sequence stays near 256 tokens."""
+    if downsampling_factor > 1:
+        return 2
+    return 4 if height <= 64 else 8
+
+
 def find_fine_tuned_run(folder: Path) -> Path | None:
     """Return the fine-tuning run that a folder is, or is part of, or None."""
     folder = folder.resolve()

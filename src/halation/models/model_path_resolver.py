@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from halation.input_files import read_json
 from halation.models import model_folder
 from halation.models.dit.tokenizer import find_prompt_warnings
 from halation.models.model_folder import EXPORT_FILE, bundled_name, resolve_model_path
+from halation.models.pipelines.call_settings import CallSettings, GivenSettings, read_call_settings
 from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
 from halation.models.test_pattern import MODEL_NAME, parse_timing
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS = 480, 832, 7.5, 20
+"""Defaults of the test card; the steps are also those of a DiT of Halation that was not distilled for fewer."""
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -28,9 +30,13 @@ class ModelRef:
     name: str
     digest: str
     height: int = DEFAULT_HEIGHT
+    """Default height; 0 if the configs of a pipeline do not show it."""
     width: int = DEFAULT_WIDTH
-    guidance_scale: float = DEFAULT_GUIDANCE_SCALE
+    guidance_scale: float | None = DEFAULT_GUIDANCE_SCALE
+    """Default scale; None if it has no effect or the pipeline has no number for it."""
     steps: int = DEFAULT_STEPS
+    call_settings: CallSettings | None = None
+    """What the call of a pipeline reads; None for other models."""
     distillation_objective: str = ""
     """The objective that a few-step student was distilled with, else empty; it works only with `steps` steps."""
 
@@ -61,6 +67,37 @@ class ModelRef:
             **own_steps | model_folder.distillation_settings(sampling),
         )
 
+    @property
+    def defaults_of(self) -> str:
+        """What the defaults come from, for messages."""
+        return self.name if self.call_settings is None else self.call_settings.class_name
+
+    def check(
+        self,
+        given: GivenSettings,
+        guidance_scale: float | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise for given settings that the model cannot draw or would ignore, before it is loaded.
+
+        `guidance_scale` is the scale in effect, by default the given one or that of the model.
+        """
+        if self.call_settings is not None:
+            scale = self.guidance_scale if given.guidance_scale is None else given.guidance_scale
+            self.call_settings.check(given, scale if guidance_scale is None else guidance_scale, arguments or {})
+        elif self.load_args["kind"] == "checkpoint":
+            height, width = (given.height or self.height), (given.width or self.width)
+            if (height, width) != (self.height, self.width):
+                raise InputError(
+                    f"--height {height} --width {width} with {self.name}",
+                    f"{self.height} x {self.width}, the only size of this model",
+                    "leave --height and --width out, or train a model for the other size",
+                )
+
+    def no_size_error(self) -> InputError:
+        found = f"the configs of {self.name} do not show the size of its images"
+        return InputError(found, "a height and a width", "give --height and --width")
+
     def warnings(
         self,
         steps: int | None,
@@ -77,7 +114,7 @@ class ModelRef:
         if self.distillation_objective and steps not in (None, self.steps):
             learned = f"the model was distilled ({self.distillation_objective}) for {self.steps}"
             yield f"--{steps_flag}: {steps} steps, but {learned}; expect worse images"
-        if self.is_distilled and guidance_scale not in (None, self.guidance_scale):
+        if self.is_distilled and guidance_scale is not None and guidance_scale != self.guidance_scale:
             learned = f"the model was distilled for {self.guidance_scale:g}"
             yield f"--guidance_scale {guidance_scale:g}, but {learned}; expect worse images"
         if self.load_args["kind"] == "checkpoint":
@@ -100,10 +137,21 @@ def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
         check_component_sizes(folder)
         load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
-        return ModelRef(
-            load_args=load_args, name=name, digest=model_folder.fingerprint(folder), **read_export_settings(folder)
-        )
+        settings = pipeline_defaults(read_call_settings(folder)) | read_export_settings(folder)
+        return ModelRef(load_args=load_args, name=name, digest=model_folder.fingerprint(folder), **settings)
     return _resolve_checkpoint(folder, raw)
+
+
+def pipeline_defaults(settings: CallSettings) -> dict[str, Any]:
+    """Return the fields of a ModelRef that hold the defaults of a pipeline's call."""
+    height, width = settings.size or (0, 0)
+    return {
+        "height": height,
+        "width": width,
+        "guidance_scale": settings.guidance.default,
+        "steps": settings.steps or DEFAULT_STEPS,
+        "call_settings": settings,
+    }
 
 
 def read_export_settings(folder: Path) -> dict[str, Any]:
@@ -137,10 +185,15 @@ def _resolve_checkpoint(folder: Path, raw: bool) -> ModelRef:
         raise _not_a_model_error(folder, error.found) from error
     if not {"sampler", "height", "width", "guidance_scale"} <= sampling.keys():
         raise _not_a_model_error(folder, "it has no sampling settings; it may be a part of a pipeline")
-    checkpoint_loading.check_base_exists(found)
+    base = checkpoint_loading.check_base_exists(found)
     checkpoint_loading.check_model(found, raw=raw)
     digest = checkpoint_loading.weights_digest(found, raw=raw)
-    return ModelRef.of_checkpoint(found, sampling, name=folder.resolve().name, digest=digest)
+    ref = ModelRef.of_checkpoint(found, sampling, name=folder.resolve().name, digest=digest)
+    if base is None:
+        return ref
+    settings = read_call_settings(base)  # a fine-tuned pipeline takes the sizes and the steps of its base
+    steps = model_folder.distillation_settings(sampling).get("steps") or settings.steps or DEFAULT_STEPS
+    return replace(ref, call_settings=settings, steps=steps)
 
 
 def _not_a_model_error(folder: Path, why: str) -> InputError:

@@ -19,9 +19,16 @@ from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError, install_command
 from halation.evaluation.config import Metric, fid_conflict
-from halation.input_files import read_json
-from halation.models.model_folder import find_fine_tuned_run, fine_tuned_error, fingerprint
+from halation.models.model_folder import (
+    default_patch_size,
+    find_fine_tuned_run,
+    fine_tuned_error,
+    fingerprint,
+    read_export_size,
+    resolve_model_path,
+)
 from halation.models.model_path_resolver import resolve_pipeline_folder
+from halation.models.pipelines.call_settings import check_size_multiple, read_call_settings, read_downsampling
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
 from halation.runs import run_folder as runs
@@ -36,9 +43,6 @@ if TYPE_CHECKING:
     from halation.training.training_task import TaskFactory, TrainingTask
 
 log = logging.getLogger(__name__)
-
-NATIVE_SIZES = {"WanPipeline": (480, 832)}
-"""Sizes of models whose configs do not name one."""
 
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 OpenRecord = Callable[[Any, str], bool]
@@ -87,18 +91,14 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
         check_peft_installed(config)
         folder = resolve_pipeline_folder(config.model_path)
         size = config.image_size or native_size(folder)
+        multiple = read_call_settings(folder).size_multiple
+        check_size_multiple(folder.name, multiple, size[0], size[-1], flag="image_size")
         config = dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
     else:
         _check_not_pipeline(config.model)
     config = resolve_common_settings(config, (64, 64))
-    size, patch = config.image_size, config.patch_size
-    if patch and any(side % patch for side in size) and not config.vae:
-        rounded = " ".join(str(max(patch, round(side / patch) * patch)) for side in size)
-        raise InputError(
-            f"--image_size {size[0]} {size[1]} with --patch_size {patch}",
-            "a size that the patch divides",
-            f"use --image_size {rounded} or another --patch_size",
-        )
+    if not config.model_path:
+        _check_image_size(config)
     data = Path(config.data)
     if config.data != "streets" and not data.is_dir() and not (data.suffix.lower() == ".csv" and data.is_file()):
         what = "is a file" if data.exists() else "does not exist"
@@ -109,6 +109,27 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
             config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
         )
     return config
+
+
+def _check_image_size(config: TrainConfig) -> None:
+    """Raise if the patches, and the autoencoder, do not divide the size of a new DiT."""
+    height, width = config.image_size
+    folder = resolve_model_path(config.model)
+    if own := read_export_size(folder):
+        if own != (height, width):
+            raise InputError(
+                f"--image_size {height} {width} with --model {config.model}",
+                f"{own[0]} {own[1]}, the only size of this model",
+                f"give --image_size {own[0]} {own[1]}, or the name of a size (such as base) for a new model",
+            )
+        return
+    if folder.is_dir() and not config.patch_size:  # a checkpoint has its own patches
+        return
+    factor = read_downsampling(Path(config.vae)) if config.vae else 1
+    if factor:
+        patch = config.patch_size or default_patch_size(height, factor)
+        needs = f"patches of {patch} {'latents' if config.vae else 'pixels'}"
+        check_size_multiple("this model", patch * factor, height, width, flag="image_size", needs=needs)
 
 
 def check_peft_installed(config: TrainConfig) -> None:
@@ -161,21 +182,15 @@ def check_same_base_model(config: TrainConfig, run: RunFolder, model: str) -> No
 
 
 def native_size(folder: Path) -> tuple[int, int]:
-    """Default image size of a pipeline, read from its configs."""
-    try:
-        kind = read_json(folder / "model_index.json").get("_class_name")
-        if kind in NATIVE_SIZES:
-            return NATIVE_SIZES[kind]
-        sample = read_json(folder / "transformer" / "config.json").get("sample_size")
-        blocks = read_json(folder / "vae" / "config.json")["block_out_channels"]
-    except (OSError, ValueError, KeyError) as error:
+    """Default image size of a pipeline: that of its call, or of its configs."""
+    size = read_call_settings(folder).size
+    if size is None:
         raise InputError(
-            f"cannot find the native image size of {folder} ({type(error).__name__}: {error})",
+            f"cannot find the native image size of {folder}",
             "a pipeline with model_index.json, transformer/config.json and vae/config.json",
             "give --image_size, or check --model_path",
-        ) from error
-    side = int(sample or 128) * 2 ** (len(blocks) - 1)
-    return side, side
+        )
+    return size
 
 
 def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> ConfigT:

@@ -21,7 +21,7 @@ from halation.runs import run_folder as runs
 from halation.runs.run_folder import RunFolder
 from halation.watcher import checkpoint_scores
 from halation.watcher.config import WatchConfig
-from halation.watcher.watch_loop import CheckpointWatcher
+from halation.watcher.watch_loop import IMAGE_SETTINGS_KEY, CheckpointWatcher
 
 IMAGE_SETTINGS = (
     *("watched", "prompts", "num_samples", "seed_start", "num_inference_steps", "guidance_scale", "height", "width"),
@@ -101,7 +101,7 @@ def load_prompts(config: WatchConfig) -> PromptFile:
     prompts = (
         PromptFile.from_values(config.prompts)
         if config.prompts
-        else PromptFile.from_rows(list(_read_captions(config)), "captions of the reference")
+        else PromptFile.from_rows(_read_captions(config), "captions of the reference")
     )
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
@@ -144,4 +144,7 @@ def prepare_output_dir(config: WatchConfig, folder: Path, prompts: PromptFile) -
         for images_folder in folder.glob("step_*/pictures"):
             if not (images_folder.parent / checkpoint_scores.EVALUATION_FILE).exists():
                 runs.remove_folder(images_folder)
+        kept = runs.read_record(record)
+        if kept["fixed"].pop(IMAGE_SETTINGS_KEY, None) is not None:  # of the settings before the change
+            runs.write_json_with_digest(record.config, kept)
     runs.write_atomic(folder / f"prompts.{prompts.format}", prompts.data)

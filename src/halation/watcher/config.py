@@ -59,13 +59,14 @@ class WatchConfig:
     seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Image k uses seed seed_start + k at every checkpoint, so that checkpoints can be compared."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10**9)
-    """Denoising steps; by default 20, or the steps of a distilled student."""
+    """Denoising steps; by default those of the pipeline's own call, 20 for a DiT of Halation, or the steps of a distilled
+    student."""
     guidance_scale: MaybeFloat = setting(None, low=0)
-    """Classifier-free guidance; by default 7.5, or the scale of the Halation run."""
+    """Guidance scale; by default that of the pipeline's own call, or the scale of the Halation run."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default 480, or the native size of a Halation model."""
+    """Height in pixels; by default that of the pipeline's call or config, or the native size of a Halation model."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default 832, or the native size of a Halation model."""
+    """Width in pixels; by default that of the pipeline's call or config, or the native size of a Halation model."""
     batch_size: int = setting(4, low=1, high=10**9)
     """Images in a batch. It affects the rounding of the images."""
     dtype: Literal["", "bf16", "fp16", "fp32"] = setting("")

@@ -6,13 +6,14 @@ Both run as separate processes, so that a crash or the GPU memory of one checkpo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from halation.distributed.child_process import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.errors import HalationError, InputError, Interrupted
+from halation.generation.config import RESOLVED_SETTINGS
 from halation.progress import WatchProgress
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
@@ -21,6 +22,8 @@ from halation.watcher.checkpoint_scanner import CheckpointFolder, CheckpointScan
 from halation.watcher.config import WatchConfig
 
 MAX_TRIES = 2
+IMAGE_SETTINGS_KEY = "image settings"
+"""Key in the record of the settings that all checkpoints are drawn with."""
 FAILED_FILE, BEST_FILE, BEST_FOLDER, PINNED_FOLDER, FEATURES_FOLDER = (
     "failed.json",
     "best",
@@ -199,6 +202,7 @@ class CheckpointWatcher:
         if problem:
             raise ScoringError("scoring", 1, problem)
         checkpoint_scores.write_grid(images_folder, step_folder / "grid.png")
+        self._record_image_settings(images_folder)
         value = {"step": checkpoint.step, "checkpoint": checkpoint.name, **evaluation}
         runs.write_json_with_digest(step_folder / checkpoint_scores.EVALUATION_FILE, value)
         scores_file.unlink()
@@ -237,9 +241,30 @@ class CheckpointWatcher:
             str(images_folder),
         ]
         arguments += _format_flags(config, "num_samples", "seed_start", "batch_size")
-        given = ("num_inference_steps", "guidance_scale", "height", "width", "dtype", "gpu_ids", "nproc")
-        arguments += _format_flags(config, *_non_empty_names(config, *given))
+        # Checkpoints are compared, so all are drawn with the settings of the first scored one.
+        known = {name: value for name, value in self._image_settings().items() if getattr(config, name) is None}
+        config = replace(config, **known)
+        given = [name for name in RESOLVED_SETTINGS if getattr(config, name) is not None]
+        arguments += _format_flags(config, *given, *_non_empty_names(config, "dtype", "gpu_ids", "nproc"))
         return [*arguments, *(["--raw"] if config.raw else []), "--progress", "json"]
+
+    def _image_settings(self) -> dict[str, Any]:
+        """Return size, steps and guidance of the scored checkpoints; empty before the first score."""
+        run = runs.RunFolder(self.folder)
+        if IMAGE_SETTINGS_KEY not in runs.read_record(run)["fixed"]:
+            for path in self.folder.glob(f"step_*/{checkpoint_scores.EVALUATION_FILE}"):  # of an earlier version
+                if (path.parent / "pictures" / runs.CONFIG_FILE).exists():
+                    self._record_image_settings(path.parent / "pictures")
+                    break
+        settings: dict[str, Any] = runs.read_record(run)["fixed"].get(IMAGE_SETTINGS_KEY, {})
+        return settings
+
+    def _record_image_settings(self, images_folder: Path) -> None:
+        run = runs.RunFolder(self.folder)
+        if IMAGE_SETTINGS_KEY not in runs.read_record(run)["fixed"]:
+            fixed = runs.read_record(runs.RunFolder(images_folder))["fixed"]
+            settings = {name: fixed[name] for name in RESOLVED_SETTINGS if name in fixed}
+            runs.record_facts(run, {IMAGE_SETTINGS_KEY: settings}, accept_changes=False)
 
     def _evaluate_arguments(self, images_folder: Path, scores_file: Path) -> list[str]:
         arguments = ["evaluate", "--generated", str(images_folder), "--output", str(scores_file), "--progress", "none"]

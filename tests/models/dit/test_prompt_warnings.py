@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from halation.data.streets import DRIVING_PROMPTS, caption, scene
-from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
 from halation.generation.ledger import LEDGER_FILE, Ledger
 from halation.generation.session import GenerationSession
@@ -93,7 +92,7 @@ def test_generate_says_it_before_a_worker_starts_and_keeps_it_in_its_log(
     subject, places = resolve_model(model, raw=False), [WorkerSlot(label="0", device="cpu")]
     asked = GenerateConfig(model_path=model, output_dir=tmp_path, num_samples=num_samples)
     with log_to_folder(tmp_path / "logs") as echo, Ledger(tmp_path / LEDGER_FILE) as ledger:
-        session = GenerationSession(generate.resolve_config(asked, subject, places), subject, ledger, echo)
+        session = GenerationSession(asked, subject, ledger, echo)
         session.prepare(PromptFile.open(str(tmp_path / "prompts.txt")), places)
     for text in (capsys.readouterr().err, (tmp_path / "logs/generate.log").read_text()):
         assert text.count("does not know") == bool(expected)

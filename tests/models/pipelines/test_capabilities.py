@@ -29,10 +29,10 @@ def reopen(family: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("hunyuan", {"height": 40}, "multiples of 16[\\s\\S]*32 x 32|multiples of 16[\\s\\S]*48 x 32"),
-        ("sana", {"width": 48}, "multiples of 32[\\s\\S]*nearest size is 32 x 64"),
+        ("hunyuan", {"height": 40}, "multiples of 16[\\s\\S]*--height 32 --width 32, or --height 48 --width 32"),
+        ("sana", {"width": 48}, "multiples of 32[\\s\\S]*--height 32 --width 32, or --height 32 --width 64"),
         ("flux", {"height": 24}, "multiples of 16"),
-        ("wan", {"height": 8, "width": 8}, "nearest size is 16 x 16"),
+        ("wan", {"height": 8, "width": 8}, "the nearest: --height 16 --width 16"),
         ("sd3", {"height": 0}, "multiples of 16"),
         ("sd3", {"height": 512}, "at most 256 pixels per side"),
         ("stable_diffusion", {"height": 36}, "multiples of 8"),

@@ -167,6 +167,11 @@ class SharedSession(GenerationSession):
         if found and not any(self.ledger.folder.glob("plan-*")):
             raise lost_ledger_error(self.folder, found, f"{shared_ledger.SHARED_LEDGER}/")
 
+    def _recorded_settings(self, has_done_images: bool) -> dict[str, Any]:
+        """Return the settings of config.json, which never changes."""
+        run = runs.RunFolder(self.folder)
+        return runs.read_record(run)["fixed"] if run.config.exists() else {}
+
     def _open_record(self, settings: dict[str, Any], has_done_images: bool) -> dict[str, Any]:
         """Create config.json, or check the settings against the existing one.
 

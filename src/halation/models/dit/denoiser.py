@@ -18,6 +18,7 @@ from halation.models.autoencoder import PixelSpace
 from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, ImageSpace, SolverSettings, null_condition
 from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
+from halation.models.model_folder import default_patch_size
 from halation.sample_specs import SampleBatch
 
 
@@ -257,8 +258,8 @@ def create_dit(
             f"multiples of {space.downsampling_factor}, the factor of the autoencoder",
             "change the image size",
         )
-    if patch_size is None:  # 2 in latents as in the DiT paper; in pixels, keep the sequence near 256 tokens
-        patch_size = 2 if space.downsampling_factor > 1 else 4 if height <= 64 else 8
+    if patch_size is None:
+        patch_size = default_patch_size(height, space.downsampling_factor)
     tokenizer = None if class_names else WordTokenizer.from_captions(captions)
     config = DiTConfig.of_size(
         size,

@@ -16,6 +16,13 @@ import torch
 
 from halation.errors import InputError
 from halation.models.dtypes import DTYPES
+from halation.models.pipelines.call_settings import (
+    Guidance,
+    check_size_multiple,
+    find_guidance,
+    find_size_multiple,
+    read_call_arguments,
+)
 from halation.models.pipelines.family_quirks import FAMILIES, PipelineFamily
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import copy_with_timesteps
@@ -29,6 +36,7 @@ _SPEC_ARGUMENTS = {
     "num_frames": "--num_frames",
     "num_inference_steps": "--num_inference_steps",
     "guidance_scale": "--guidance_scale",
+    "distilled_guidance_scale": "--guidance_scale",
     "generator": "--seed_start",
 }
 _RESERVED_ARGUMENTS = ("output_type", "return_dict", "latents", "num_images_per_prompt", "num_videos_per_prompt")
@@ -36,12 +44,6 @@ _SCALAR_TYPES = (bool, int, float, str)
 logger = logging.getLogger(__name__)
 
 OFFLOAD_MODES = ("none", "model", "layers")
-_REQUIRED_ARGUMENTS = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
-_IMAGE_ARGUMENTS = ("image", "video", "mask_image", "control_image", "images", "input_image")
-_OTHER_TASKS = (
-    *("Img2Img", "Inpaint", "ControlNet", "ImageToVideo", "Image2Video", "VideoToVideo", "Edit", "Kontext", "Upscale"),
-    *("Fill", "Redux", "Depth", "Animate", "VACE", "Control", "Adapter"),
-)
 
 
 def call_parameters(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
@@ -89,32 +91,6 @@ def _matches_hint(value: Any, hint: Any) -> bool:
     return isinstance(value, kind)
 
 
-def check_text_only(kind: type[Any]) -> None:
-    """Reject pipelines that need more than text; the message names their other inputs."""
-    parameters = call_parameters(kind)
-    needed = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        and name not in ("self", "prompt")
-    ]
-    if any(word in kind.__name__ for word in _OTHER_TASKS):
-        needed += [name for name in _IMAGE_ARGUMENTS if name in parameters and name not in needed]
-    missing = [name for name in _REQUIRED_ARGUMENTS if name not in parameters]
-    if not needed and not missing:
-        return
-    wants = f"needs {', '.join(needed)}" if needed else f"takes no {', '.join(missing)}"
-    if "class_labels" in parameters:
-        wants = "generates from class labels, not from text"
-    raise InputError(
-        f"{kind.__name__} {wants}",
-        "a pipeline that generates images or videos from a prompt alone",
-        "use a text-to-image or text-to-video model, such as "
-        + ", ".join(sorted({family.name for family in FAMILIES.values()})),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """Options for opening a pipeline, from the flags."""
@@ -128,7 +104,7 @@ class PipelineOptions:
     cfg_truncation_step: int | None
     half_frame: bool
 
-    def check(self, kind: type[Any], family: PipelineFamily) -> None:
+    def check(self, kind: type[Any], family: PipelineFamily, guidance: Guidance) -> None:
         """Run the checks that need no weights, before gigabytes are read."""
         if self.dtype not in DTYPES:
             raise InputError(f"--dtype {self.dtype}", f"one of {', '.join(DTYPES)}", "choose one of those")
@@ -138,27 +114,28 @@ class PipelineOptions:
             raise InputError(
                 f"--offload {self.offload} on a CPU", "a GPU to offload from", "leave --offload out, or give --gpu_ids"
             )
-        self._check_arguments(kind)
+        self._check_arguments(kind, guidance)
         if self.cfg_truncation_step is not None:
-            self._check_truncation(kind, family)
+            self._check_truncation(kind, family, guidance)
 
-    def _check_arguments(self, kind: type[Any]) -> None:
+    def _check_arguments(self, kind: type[Any], guidance: Guidance) -> None:
         """Reject arguments that the pipeline's call does not accept; list those it does."""
         hints = _call_hints(kind)
+        with_flags = _SPEC_ARGUMENTS | ({guidance.argument: "--guidance_scale"} if guidance.argument else {})
         usable = {
             name: parameter
             for name, parameter in call_parameters(kind).items()
-            if name not in ("self", *_SPEC_ARGUMENTS, *_RESERVED_ARGUMENTS)
+            if name not in ("self", *with_flags, *_RESERVED_ARGUMENTS)
             and not name.startswith("callback")
             and not any(part in name for part in ("_embeds", "attention_mask", "ip_adapter"))
             and parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
         for name, value in self.arguments.items():
-            if name in _SPEC_ARGUMENTS:
+            if name in with_flags:
                 raise InputError(
                     f"--pipeline_args {name}={value}",
                     "an option of the pipeline that has no flag",
-                    f"use {_SPEC_ARGUMENTS[name]}",
+                    f"use {with_flags[name]}",
                 )
             if name not in usable:
                 raise InputError(
@@ -182,7 +159,7 @@ class PipelineOptions:
                 converted[name] = tuple(value)
         return converted
 
-    def _check_truncation(self, kind: type[Any], family: PipelineFamily) -> None:
+    def _check_truncation(self, kind: type[Any], family: PipelineFamily, guidance: Guidance) -> None:
         assert self.cfg_truncation_step is not None
         if self.cfg_truncation_step < 0:
             raise InputError(
@@ -195,8 +172,8 @@ class PipelineOptions:
                 f"one of the families {', '.join(names)}",
                 "leave --cfg_truncation_step out",
             )
-        argument = family.guidance_argument
-        if argument != "guidance_scale" and not float(self.arguments.get(argument, 1.0)) > 1:
+        argument = guidance.switch
+        if argument != guidance.argument and not float(self.arguments.get(argument, 1.0)) > 1:
             raise InputError(
                 f"--cfg_truncation_step with {kind.__name__}, which is guidance-distilled and has no "
                 "unconditional branch to leave out",
@@ -231,12 +208,22 @@ class PipelineChecker:
         parts = (getattr(self.pipe, name, None) for name in ("transformer", "transformer_2"))
         return all(part is not None for part in parts) and self.pipe.config.get("boundary_ratio") is not None
 
+    @functools.cached_property
+    def guidance(self) -> Guidance:
+        denoiser = self._denoiser
+        config = {} if denoiser is None else dict(denoiser.config)
+        return find_guidance(type(self.pipe).__name__, config, dict(self.pipe.config))
+
     @property
     def accepts_negative_prompt(self) -> bool:
-        if "negative_prompt" not in self._parameters:
+        guidance = self.guidance
+        if not guidance.takes_negative_prompt:
             return False
-        argument = self.family.guidance_argument
-        return argument == "guidance_scale" or float(self.options.arguments.get(argument, 1.0)) > 1
+        return guidance.switch == guidance.argument or self._switch_value(None) > guidance.threshold
+
+    def _switch_value(self, guidance_scale: float | None) -> float:
+        defaults = read_call_arguments(type(self.pipe).__name__)
+        return self.guidance.switch_value(guidance_scale, self.options.arguments, defaults)
 
     @functools.cached_property
     def default_arguments(self) -> dict[str, Any]:
@@ -275,28 +262,16 @@ class PipelineChecker:
 
     @functools.cached_property
     def size_multiple(self) -> int:
-        """The number that must divide height and width.
-
-        It combines the autoencoder's factor times the patch size with the family's own multiple.
-        """
-        pipe = self.pipe
-        factor = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None) or 1
-        denoiser = self._denoiser
-        patch = denoiser.config.get("patch_size", 1) if denoiser is not None else 1
-        if isinstance(patch, (list, tuple)):
-            patch = patch[-1]
-        packing = 2 if self.family.name == "FLUX" else 1
-        return math.lcm(int(factor) * int(patch or 1) * packing, self.family.size_multiple)
+        """The number that must divide height and width."""
+        parts = (getattr(self.pipe, name, None) for name in ("vae", "vqvae", "movq"))
+        configs = [
+            dict(part.config) if part is not None else {} for part in (self._denoiser, next(filter(None, parts), None))
+        ]
+        return find_size_multiple(type(self.pipe).__name__, *configs)
 
     def check_size(self, height: int, width: int) -> None:
         multiple = self.size_multiple
-        if height < 1 or width < 1 or height % multiple or width % multiple:
-            raise InputError(
-                f"a size of {height} x {width} with {type(self.pipe).__name__}",
-                f"height and width that are multiples of {multiple}",
-                "the nearest size is "
-                + " x ".join(str(max(multiple, round(size / multiple) * multiple)) for size in (height, width)),
-            )
+        check_size_multiple(type(self.pipe).__name__, multiple, height, width)
         denoiser = self._denoiser
         largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
         if largest and max(height, width) > largest * multiple:
@@ -377,37 +352,28 @@ class PipelineChecker:
 
     def _check_guidance(self, spec: SampleSpec) -> None:
         name = type(self.pipe).__name__
-        if not math.isfinite(spec.guidance_scale):
+        if spec.guidance_scale is not None and not math.isfinite(spec.guidance_scale):
             raise InputError(f"--guidance_scale {spec.guidance_scale}", "a number", "use 1 for no guidance")
         if spec.negative_prompt and not self.accepts_negative_prompt:
             options = sorted(name for name in self._parameters if name.endswith(("_scale", "_prompt")))
-            argument = self.family.guidance_argument
             action = "leave the negative prompt out"
-            if "negative_prompt" in self._parameters:
-                action += f", or add --pipeline_args {argument}=4.0"
+            if self.guidance.takes_negative_prompt:
+                action += f", or add --pipeline_args {self.guidance.switch}=4.0"
             raise InputError(
                 f"a negative prompt with {name}, which would ignore it",
                 f"its options: {', '.join(options)}",
                 action,
             )
-        if not self._is_guided:
+        if spec.guidance_scale is not None and not self.guidance.argument:
             self._warn_once(f"{name} has no guidance: --guidance_scale has no effect")
         truncation = self.options.cfg_truncation_step
-        if truncation is not None and self.family.guidance_argument == "guidance_scale" and spec.guidance_scale <= 1:
+        if truncation is not None and self._switch_value(spec.guidance_scale) <= self.guidance.threshold:
             raise InputError(
                 f"--cfg_truncation_step {truncation} with a guidance scale of {spec.guidance_scale}, which has no "
                 "unconditional branch to leave out",
                 "a guidance scale above 1",
                 "leave --cfg_truncation_step out",
             )
-
-    @property
-    def _is_guided(self) -> bool:
-        if "guidance_scale" not in self._parameters:
-            return False
-        denoiser = self._denoiser
-        distilled = self.family.guidance_argument != "guidance_scale"
-        return not distilled or denoiser is None or bool(denoiser.config.get("guidance_embeds"))
 
     def describe(self, own_scheduler: str) -> dict[str, Any]:
         """Return the record for the run: the pipeline, and the equality class of each option.
@@ -427,7 +393,10 @@ class PipelineChecker:
         if options.arguments:
             classes["pipeline_args"] = "E2"
         vae = getattr(self.pipe, "vae", None)
+        # An earlier version passed the scale to guidance_scale in every family, so only another argument is recorded.
+        other = {"guidance": self.guidance.argument} if self.guidance.argument not in ("", "guidance_scale") else {}
         return {
+            **other,
             "pipeline": type(self.pipe).__name__,
             "family": self.family.name,
             "scheduler": scheduler,

@@ -15,7 +15,6 @@ class PipelineFamily:
     name: str
     guidance_branches: GuidanceBranches = "unknown"
     size_multiple: int = 1  # beyond what the autoencoder and the patches need
-    guidance_argument: str = "guidance_scale"  # what switches the unconditional branch on when it is above 1
     set_timesteps_arguments: tuple[str, ...] = ()  # arguments that the pipeline passes to the scheduler's set_timesteps
     reads_timesteps: bool = False  # its loop reads each timestep's value, which on a GPU is a synchronization
     one_step_needs_pred_original: bool = False  # with one step it reads the second value of scheduler.step
@@ -56,7 +55,6 @@ FAMILIES: Mapping[str, PipelineFamily] = {
     "FluxPipeline": PipelineFamily(
         name="FLUX",
         guidance_branches="two calls",
-        guidance_argument="true_cfg_scale",
         set_timesteps_arguments=("mu", "sigmas"),
         token_limits={**_ONE_CLIP_LIMITS, "tokenizer_2": "max_sequence_length"},
     ),

@@ -19,12 +19,14 @@ from halation.errors import InputError
 from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonFiniteImageError, PendingImages
 from halation.models.dtypes import DTYPES
 from halation.models.pipelines import load
-from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters, check_text_only
+from halation.models.pipelines.call_settings import CallSettings, read_call_settings
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
 from halation.models.pipelines.schedulers import make_scheduler
 from halation.models.pipelines.tokenizer_checks import PromptLengthCheck, check_tokenizers
+from halation.runs.run_folder import scratch_folder
 from halation.sample_specs import SampleSpec
 
 NOT_FINITE = "the decoded image is not finite"
@@ -152,15 +154,27 @@ def open_pipeline(
         half_frame=half_frame,
     )
     family = get_family(kind.__name__)
-    options.check(kind, family)
+    options.check(kind, family, read_call_settings(files.path).guidance)
     pipe = load.load_pipeline(files, options)
     with load.refuse_library_errors(files):
         check_tokenizers(files.path, pipe, family)
     return _assemble(pipe, family, options)
 
 
-def describe_pipeline(given: object) -> dict[str, str]:
-    """Return name, digest, device and dtype of a pipeline that the caller has loaded."""
+@dataclass(frozen=True, kw_only=True)
+class LoadedPipeline:
+    """A pipeline that the caller has loaded, described as a folder would be."""
+
+    pipe: Any
+    name: str
+    digest: str
+    device: str
+    dtype: str
+    call_settings: CallSettings
+
+
+def describe_pipeline(given: object) -> LoadedPipeline:
+    """Check a pipeline that the caller has loaded, and hash what decides its images."""
     if not isinstance(given, diffusers.DiffusionPipeline):
         raise InputError(
             f"model_path is a {type(given).__name__}",
@@ -168,12 +182,24 @@ def describe_pipeline(given: object) -> dict[str, str]:
             "give one of these",
         )
     pipe: Any = given
-    check_text_only(type(pipe))
     dtype = next((name for name, found in DTYPES.items() if found == pipe.dtype), "")
     if not dtype:
         raise InputError(f"a pipeline in {pipe.dtype}", f"one of {', '.join(DTYPES)}", "load it with one of these")
     name = Path(str(pipe.config.get("_name_or_path") or type(pipe).__name__)).name
-    return {"name": name, "digest": _pipeline_digest(pipe), "device": str(pipe._execution_device), "dtype": dtype}
+    with scratch_folder("halation_configs_") as folder:
+        pipe.save_config(folder)
+        for part, component in pipe.components.items():
+            if isinstance(component, diffusers.ConfigMixin):
+                component.save_config(folder / part)
+        settings = read_call_settings(folder)
+    return LoadedPipeline(
+        pipe=pipe,
+        name=name,
+        digest=_pipeline_digest(pipe),
+        device=str(pipe._execution_device),
+        dtype=dtype,
+        call_settings=settings,
+    )
 
 
 def _pipeline_digest(pipe: Any) -> str:
@@ -193,11 +219,11 @@ def _pipeline_digest(pipe: Any) -> str:
 
 
 @contextmanager
-def borrow_pipeline(pipe: Any, *, scheduler: str = "", **options: Any) -> Iterator[PipelineModel]:
+def borrow_pipeline(loaded: LoadedPipeline, **options: Any) -> Iterator[PipelineModel]:
     """Generate with a pipeline that the caller has loaded, and leave it as it was."""
-    family = get_family(type(pipe).__name__)
-    checked = PipelineOptions(scheduler=scheduler, offload="none", compile=False, **options)
-    checked.check(type(pipe), family)
+    pipe, family = loaded.pipe, get_family(type(loaded.pipe).__name__)
+    checked = PipelineOptions(offload="none", compile=False, **options)
+    checked.check(type(pipe), family, loaded.call_settings.guidance)
     check_tokenizers(Path(type(pipe).__name__), pipe, family)
     modules = [component for component in pipe.components.values() if isinstance(component, nn.Module)]
     training = [module for module in modules if module.training]
@@ -349,11 +375,12 @@ class PipelineModel:
             "output_type": "pt",
         }
         offered: dict[str, Any] = {
-            "guidance_scale": first.guidance_scale,
             "num_frames": num_frames,
             # Generate the requested size, not the family's nearest bucket.
             "use_resolution_binning": False,
         }
+        if self._checker.guidance.argument and first.guidance_scale is not None:
+            offered[self._checker.guidance.argument] = first.guidance_scale
         nothing_given = not any(spec.negative_prompt for spec in specs)
         if self._checker.accepts_negative_prompt and not (nothing_given and self._zeroes_empty_negative_prompt):
             offered["negative_prompt"] = [spec.negative_prompt for spec in specs]

@@ -453,7 +453,7 @@ class PipelineDenoiser:
             condition={name: value.to(device) for name, value in condition.items()},
             null={name: value.to(device) for name, value in null.items()},
             seeds=tuple(spec.seed for spec in batch.specs),
-            guidance_scale=first.guidance_scale,
+            guidance_scale=1.0 if first.guidance_scale is None else first.guidance_scale,
             num_steps=first.steps,
             height=first.height,
             width=first.width,
