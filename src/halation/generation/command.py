@@ -27,6 +27,7 @@ from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.images import mp4_writer, png_codec
 from halation.logging_setup import log_to_folder
+from halation.models.model_folder import HubOptions
 from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile
 from halation.runs import lock
@@ -45,7 +46,7 @@ def run(config: GenerateConfig) -> int:
 def _run(config: GenerateConfig) -> int:
     check_config(config)
     prompts = PromptFile.open(config.prompts_csv, config.prompts_format or None)
-    model_ref = resolve_model(config.model_path, raw=config.raw)
+    model_ref = resolve_model(config.model_path, raw=config.raw, hub=HubOptions.of(config))
     folder = config.output_dir
     if config.cluster == "files":
         local_slots = list_local_slots(config)

@@ -20,7 +20,13 @@ from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError, install_command
 from halation.evaluation.config import Metric, fid_conflict
 from halation.input_files import read_json
-from halation.models.model_folder import find_fine_tuned_run, fine_tuned_error, fingerprint
+from halation.models.model_folder import (
+    HubOptions,
+    find_fine_tuned_run,
+    fine_tuned_error,
+    fingerprint,
+    read_hub_fact,
+)
 from halation.models.model_path_resolver import resolve_pipeline_folder
 from halation.prompt_files import collect_prompts
 from halation.runs import lock
@@ -85,7 +91,7 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
     check_settings(config)
     if config.model_path:
         check_peft_installed(config)
-        folder = resolve_pipeline_folder(config.model_path)
+        folder = resolve_pipeline_folder(config.model_path, hub=HubOptions.of(config))
         size = config.image_size or native_size(folder)
         config = dataclasses.replace(config, model_path=str(folder.resolve()), image_size=size)
     else:
@@ -217,7 +223,10 @@ def open_session_record(
     if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
     fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
-    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    is_new = runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    if hub_fact := read_hub_fact(config.model_path):
+        runs.record_facts(run, hub_fact, config.accept_changes)
+    return is_new
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:
