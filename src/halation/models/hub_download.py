@@ -222,7 +222,9 @@ def download_model(name: str, options: HubOptions, flag: str, *, pipelines_only:
         try:
             repository = _retry(lambda: _list_files(repository, commit or None))
         except (NETWORK_ERROR, OSError) as error:
-            if _status(error) not in (None, 429, 500, 502, 503, 504) or isinstance(error, errors.LocalEntryNotFoundError):
+            if _status(error) not in (None, 429, 500, 502, 503, 504) or isinstance(
+                error, errors.LocalEntryNotFoundError
+            ):
                 raise
             return _open_cached(repository, _reason(error), error)
         with _lock(repository):
@@ -265,7 +267,7 @@ def _list_files(repository: _Repository, revision: str | None) -> _Repository:
     """Ask the Hub for the commit of a revision and the files of that commit."""
     info = huggingface_hub.HfApi().model_info(repository.name, revision=revision, files_metadata=True)
     siblings = info.siblings or []
-    return _replace(
+    return replace(
         repository,
         commit=info.sha or "",
         sizes={file.rfilename: file.size or 0 for file in siblings},
@@ -313,17 +315,18 @@ def _download_files(repository: _Repository, files: Sequence[str]) -> None:
             "free some space (`hf cache ls` lists what is cached), or set HF_HUB_CACHE to a folder on a larger disk",
         )
     megabytes = max(1, round(total / 1e6))
-    with StepProgress(options.progress, megabytes, 0, "downloading MB") as progress, _hide_library_bars():
+    with StepProgress(options.progress, megabytes, 0, "downloading") as progress, _hide_library_bars():
         version = f"{options.revision or constants.DEFAULT_REVISION}, commit {repository.commit[:12]}"
-        progress.print_line(f"downloading {what} ({version}{f', {options.variant}' if options.variant else ''}); {where}")
+        progress.print_line(
+            f"downloading {what} ({version}{f', {options.variant}' if options.variant else ''}); {where}"
+        )
         blobs, start_time = repository.folder / "blobs", time.monotonic()
         bytes_before = _stored_bytes(blobs)
         for _ in _run_threads(files, lambda file: _fetch_file(repository, file)):
             done = min(_stored_bytes(blobs) - bytes_before, total)
-            speed = f"{format_bytes(done / max(time.monotonic() - start_time, 0.1))}/s"
+            speed = f"MB  {format_bytes(done / max(time.monotonic() - start_time, 0.1))}/s"
             progress.update(min(megabytes, round(done / 1e6)), speed, {"bytes": done, "total_bytes": total})
-        seconds = time.monotonic() - start_time
-        progress.update(megabytes, f"{format_bytes(total / max(seconds, 0.1))}/s", {"bytes": total, "total_bytes": total})
+        progress.update(megabytes, speed, {"bytes": total, "total_bytes": total})
 
 
 def _fetch_file(repository: _Repository, file: str) -> None:
@@ -397,15 +400,16 @@ def _open_cached(repository: _Repository, why: str, error: BaseException | None 
         reference = repository.folder / "refs" / (options.revision or constants.DEFAULT_REVISION)
         commit = reference.read_text().strip() if reference.is_file() else ""
     repository = replace(repository, commit=commit)
-    if commit and not _is_complete(repository.view) and (repository.snapshot / INDEX_FILE).exists():
-        # Another program downloaded it. What it did not download is missing from the listing, and named on loading.
-        paths = (path for path in repository.snapshot.rglob("*") if path.is_file())
-        names = [path.relative_to(repository.snapshot).as_posix() for path in paths]
-        index = input_files.read_json(repository.snapshot / INDEX_FILE)
+    index_file, is_new = repository.snapshot / INDEX_FILE, not (repository.view / HUB_FILE).exists()
+    if commit and is_new and index_file.exists():  # another program downloaded it
+        found = (path for path in repository.snapshot.rglob("*") if path.is_symlink() or path.is_file())
+        names = [path.relative_to(repository.snapshot).as_posix() for path in found]
+        index = input_files.read_json(index_file)
         files = select_files(names, index, options.variant, name)
-        absent = [key for key, value in index.items() if _is_component(value) and not _has_files(files, key)]
-        if not absent:
-            return _publish_view(repository, files)
+        components = [key for key, value in index.items() if isinstance(value, list) and value[:1] not in ([], [None])]
+        has_all = all(any(file.startswith(f"{key}/") for file in files) for key in components if key != "_class_name")
+        if has_all and all((repository.snapshot / file).exists() for file in files):
+            _publish_view(repository, files)
     if commit and _is_complete(repository.view):
         if error is not None:
             log.warning("the Hub cannot be reached (%s): using commit %s of %s from the cache", why, commit[:12], name)
@@ -417,16 +421,8 @@ def _open_cached(repository: _Repository, why: str, error: BaseException | None 
         f"the network, or the complete model in the cache ({_describe_cache(repository.cache)})",
         f"unset HF_HUB_OFFLINE, or run `hf download {name}` where there is a network and copy the cache"
         if error is None
-        else "check the network, proxy settings and HF_ENDPOINT, then run the same command again",
+        else _advice(_status(error)),
     ) from error
-
-
-def _is_component(value: Any) -> bool:
-    return isinstance(value, list) and len(value) >= 2 and value[0] is not None
-
-
-def _has_files(files: Sequence[str], component: str) -> bool:
-    return any(file.startswith(f"{component}/") for file in files)
 
 
 def _describe_cache(cache: Path) -> str:
@@ -514,7 +510,8 @@ def _retry(call: Callable[[], T]) -> T:
             is_temporary = status in (429, 500, 502, 503, 504) or (status is None and _is_network_error(error))
             if not is_temporary or tries >= (MAX_TRIES if status else MAX_NETWORK_TRIES):
                 raise
-            pause_s = min(_retry_after_s(error) or wait_s, MAX_WAIT_S)
+            asked_s = _retry_after_s(error)
+            pause_s = min(wait_s if asked_s is None else asked_s, MAX_WAIT_S)
             log.info("the Hub failed (%s); trying again in %.0f s", _reason(error), pause_s)
         time.sleep(pause_s)
         wait_s *= 2
@@ -609,19 +606,25 @@ def hub_error(error: BaseException, name: str, flag: str, revision: str = "") ->
             "free some space or set HF_HUB_CACHE to another folder, then run the same command again: complete files "
             "are kept",
         )
-    actions = {
-        429: "wait a few minutes and run the same command again; a logged-in account has higher limits "
-        "(`hf auth login`, HF_TOKEN)",
-        403: f"look at {page}: the token may lack a permission, or the model was disabled",
-    }
+    if status == 403:
+        return InputError(
+            f"the Hub refuses to give {name} (403)",
+            "a token with access to this model",
+            f"look at {page}: the token may lack a permission, or the model was disabled",
+        )
     return InputError(
-        f"downloading {name} from the Hub failed: {_reason(root)}",
-        "a connection to the Hub" if status != 403 else "a token with access to this model",
-        actions.get(
-            status or 0, "check the network and the status of the Hub, then run the same command again: complete files "
-            "are kept"
-        ),
-    )  # fmt: skip
+        f"downloading {name} from the Hub failed: {_reason(root)}", "a connection to the Hub", _advice(status)
+    )
+
+
+def _advice(status: int | None) -> str:
+    if status == 429:
+        return (
+            "wait a few minutes and run the same command again; a logged-in account has higher limits "
+            "(`hf auth login`, HF_TOKEN)"
+        )
+    what = "the status of the Hub" if status else "the network, proxy settings and HF_ENDPOINT"
+    return f"check {what}, then run the same command again: complete files are kept"
 
 
 def _revision_error(name: str, revision: str) -> InputError:

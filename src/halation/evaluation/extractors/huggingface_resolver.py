@@ -14,7 +14,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from PIL import Image
 
@@ -109,7 +108,7 @@ def _download_from_hub(name: str, flag: str) -> Path:
             "a local folder, or owner/name on the Hugging Face Hub",
             f"check {flag}",
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # gated models too
+    except RepositoryNotFoundError as error:  # gated models too
         raise hub_error(error, name, flag) from error
     except (HfHubHTTPError, NETWORK_ERROR) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
