@@ -391,7 +391,11 @@ def test_a_pipeline_is_downloaded_without_twins_of_its_weights() -> None:
     halves = select_files(SDXL_FILES, json.loads(SDXL), "fp16", "a/sdxl")
     folders = ("text_encoder", "text_encoder_2", "unet", "vae")
     names = {"text_encoder": "model", "text_encoder_2": "model"}
-    weights = {f"{folder}/{names.get(folder, 'diffusion_pytorch_model')}.fp16.safetensors" for folder in folders}
+    own = "vae_1_0/diffusion_pytorch_model.safetensors"  # diffusers takes the weights of every folder
+    weights = {
+        own,
+        *(f"{folder}/{names.get(folder, 'diffusion_pytorch_model')}.fp16.safetensors" for folder in folders),
+    }
     assert {file for file in halves if file.endswith(".safetensors")} == weights
     assert set(halves) - weights == {
         *(INDEX, "scheduler/scheduler_config.json", *(f"{folder}/config.json" for folder in folders)),
@@ -453,6 +457,15 @@ def test_repositories_that_cannot_be_used_are_refused_before_the_download(hub: F
     (variant,) = hub.resolve(tmp_path, "a/halves", flags={"variant": "bf16"})
     assert "has no bf16 or plain weights of transformer: it has only the variants fp16" in variant[0]
     assert not [file for file in hub.downloaded() if not file.endswith(INDEX)]
+
+
+def test_a_file_name_that_leads_out_of_the_folder_is_ignored(hub: FakeHub, tmp_path: Path) -> None:
+    index = pipeline_index("FluxPipeline", transformer="diffusers.Flux", tokenizer="transformers.CLIPTokenizer")
+    outside = {f"tokenizer/{'../' * num}hub/evil.json": b"x" for num in range(1, 9)}
+    hub.add("a/model", small_files() | outside | {INDEX: index, "tokenizer/vocab.json": b"{}", "/evil.json": b"x"})
+    (folder,) = hub.resolve(tmp_path, "a/model")
+    assert "tokenizer/vocab.json" in relative_files(folder)
+    assert not list(tmp_path.rglob("evil.json"))
 
 
 # -- accounts, names and revisions
@@ -572,7 +585,7 @@ def test_without_a_network_the_cache_serves_what_is_complete(hub: FakeHub, tmp_p
     again, other = hub.resolve(tmp_path, "a/model", "a/other", **offline)
     assert again == folder
     assert "a/other cannot be downloaded, because HF_HUB_OFFLINE is set, and it is not in the Hub cache" in other[0]
-    assert "it has a/model" in other[1]
+    assert "in the cache, which has a/model" in other[1]
     assert "`hf download a/other`" in other[2]
     down = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     again, other = hub.resolve(tmp_path, "a/model", "a/other", **down)
@@ -627,7 +640,6 @@ def test_a_full_disk_is_named_and_complete_files_are_kept(hub: FakeHub, tmp_path
     assert "File too large" in found
     assert "run the same command again: complete files are kept" in action
     assert isinstance(hub.resolve(tmp_path, "a/model")[0], str)
-    assert [file.rpartition("/")[2] for file in hub.downloaded()].count("config.json") == 1
 
 
 def slow_download(hub: FakeHub, folder: Path) -> list[str]:
@@ -644,7 +656,7 @@ def test_ctrl_c_ends_a_download_at_once_and_the_next_call_goes_on(hub: FakeHub, 
     log = tmp_path / "log"
     with started(words, log, environment=hub.environment(tmp_path, HF_HUB_OFFLINE="0")) as command:
         until(lambda: any("model.safetensors" in file for file in hub.downloaded()), 60, command)
-        until(lambda: any(file.endswith("config.json") for file in hub.downloaded()), 60, command)
+        until(lambda: list(tmp_path.glob("hf/hub/models--a--model/snapshots/*/transformer/config.json")), 60, command)
         began = time.monotonic()
         command.process.send_signal(signal.SIGINT)
         assert command.process.wait(60) == 130

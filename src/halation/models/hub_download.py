@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face Hub: which files, how large, and what can go wrong."""
+"""Downloads models from the Hugging Face Hub: selection of files, progress, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from halation import input_files
-from halation.errors import RESOURCE_ERRNOS, InputError
+from halation.errors import PERMISSION_ERRNOS, RESOURCE_ERRNOS, InputError
 from halation.models.model_folder import HUB_FACT, HUB_FILE, HubOptions
 from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES
 from halation.progress import StepProgress
@@ -266,13 +266,18 @@ def _recorded_commit(repository: _Repository) -> tuple[str, Path | None]:
 def _list_files(repository: _Repository, revision: str | None) -> _Repository:
     """Ask the Hub for the commit of a revision and the files of that commit."""
     info = huggingface_hub.HfApi().model_info(repository.name, revision=revision, files_metadata=True)
-    siblings = info.siblings or []
+    siblings = [file for file in info.siblings or [] if _is_relative(file.rfilename)]
     return replace(
         repository,
         commit=info.sha or "",
         sizes={file.rfilename: file.size or 0 for file in siblings},
         blobs={file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in siblings},
     )
+
+
+def _is_relative(file: str) -> bool:
+    """Return True for a path that stays in its folder: the names come from the server."""
+    return not file.startswith("/") and "\\" not in file and ".." not in file.split("/")
 
 
 def _read_index(repository: _Repository, pipelines_only: bool) -> dict[str, Any] | None:
@@ -314,23 +319,23 @@ def _download_files(repository: _Repository, files: Sequence[str]) -> None:
             f"{format_bytes(total)} of free disk space in the Hub cache",
             "free some space (`hf cache ls` lists what is cached), or set HF_HUB_CACHE to a folder on a larger disk",
         )
+
+    def fetch(file: str) -> None:
+        _retry(lambda: huggingface_hub.hf_hub_download(name, file, revision=repository.commit))
+
     megabytes = max(1, round(total / 1e6))
     with StepProgress(options.progress, megabytes, 0, "downloading") as progress, _hide_library_bars():
         version = f"{options.revision or constants.DEFAULT_REVISION}, commit {repository.commit[:12]}"
-        progress.print_line(
-            f"downloading {what} ({version}{f', {options.variant}' if options.variant else ''}); {where}"
-        )
+        if missing:
+            variant = f", {options.variant}" if options.variant else ""
+            progress.print_line(f"downloading {what} ({version}{variant}); {where}")
         blobs, start_time = repository.folder / "blobs", time.monotonic()
         bytes_before = _stored_bytes(blobs)
-        for _ in _run_threads(files, lambda file: _fetch_file(repository, file)):
+        for _ in _run_threads(files, fetch):
             done = min(_stored_bytes(blobs) - bytes_before, total)
             speed = f"MB  {format_bytes(done / max(time.monotonic() - start_time, 0.1))}/s"
             progress.update(min(megabytes, round(done / 1e6)), speed, {"bytes": done, "total_bytes": total})
         progress.update(megabytes, speed, {"bytes": total, "total_bytes": total})
-
-
-def _fetch_file(repository: _Repository, file: str) -> None:
-    _retry(lambda: huggingface_hub.hf_hub_download(repository.name, file, revision=repository.commit))
 
 
 def _run_threads(files: Sequence[str], work: Callable[[str], None]) -> Iterator[None]:
@@ -415,20 +420,17 @@ def _open_cached(repository: _Repository, why: str, error: BaseException | None 
             log.warning("the Hub cannot be reached (%s): using commit %s of %s from the cache", why, commit[:12], name)
         return repository.view
     at = f" at {options.revision}" if options.revision else ""
+    names = sorted(path.name.removeprefix("models--").replace("--", "/") for path in repository.cache.glob("models--*"))
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    listed = f"which has {', '.join(names[:_NUM_SHOWN])}{more}" if names else "which is empty"
     there = "only a part of it is" if repository.snapshot.is_dir() and commit else "it is not"
     raise InputError(
         f"{name}{at} cannot be downloaded, because {why}, and {there} in the Hub cache {repository.cache}",
-        f"the network, or the complete model in the cache ({_describe_cache(repository.cache)})",
+        f"the network, or the complete model in the cache, {listed}",
         f"unset HF_HUB_OFFLINE, or run `hf download {name}` where there is a network and copy the cache"
         if error is None
         else _advice(_status(error)),
     ) from error
-
-
-def _describe_cache(cache: Path) -> str:
-    names = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return f"it has {', '.join(names[:_NUM_SHOWN])}{more}" if names else "which is empty"
 
 
 # -- cache, disk and retries
@@ -438,13 +440,18 @@ def _describe_cache(cache: Path) -> str:
 def _lock(repository: _Repository) -> Iterator[None]:
     """Let one process at a time download a model; the others then find it in the cache."""
     file = repository.cache / ".locks" / repository.folder.name / "halation.lock"
-    file.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(file)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         log.info("waiting for another process that downloads %s", repository.name)
         lock.acquire()
+    except OSError as error:
+        if error.errno not in PERMISSION_ERRNOS + RESOURCE_ERRNOS or not repository.snapshot.is_dir():
+            raise
+        yield  # a complete model in a cache that is shared and read-only
+        return
     try:
         yield
     finally:
@@ -510,8 +517,9 @@ def _retry(call: Callable[[], T]) -> T:
             is_temporary = status in (429, 500, 502, 503, 504) or (status is None and _is_network_error(error))
             if not is_temporary or tries >= (MAX_TRIES if status else MAX_NETWORK_TRIES):
                 raise
-            asked_s = _retry_after_s(error)
-            pause_s = min(wait_s if asked_s is None else asked_s, MAX_WAIT_S)
+            response = getattr(_root_error(error), "response", None)
+            asked = "" if response is None else response.headers.get("Retry-After", "")
+            pause_s = min(float(asked) if asked.isdigit() else wait_s, MAX_WAIT_S)
             log.info("the Hub failed (%s); trying again in %.0f s", _reason(error), pause_s)
         time.sleep(pause_s)
         wait_s *= 2
@@ -530,12 +538,6 @@ def _root_error(error: BaseException) -> BaseException:
 def _status(error: BaseException) -> int | None:
     response = getattr(_root_error(error), "response", None)
     return None if response is None else int(response.status_code)
-
-
-def _retry_after_s(error: BaseException) -> float | None:
-    response = getattr(_root_error(error), "response", None)
-    value = "" if response is None else response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else None
 
 
 def _is_network_error(error: BaseException) -> bool:
@@ -599,7 +601,7 @@ def hub_error(error: BaseException, name: str, flag: str, revision: str = "") ->
             "a valid token, or none for a public model",
             "run `hf auth login` again, or correct or unset HF_TOKEN",
         )
-    if isinstance(root, OSError) and root.errno in RESOURCE_ERRNOS:
+    if isinstance(root, OSError) and root.errno in RESOURCE_ERRNOS + PERMISSION_ERRNOS:
         return InputError(
             f"writing {name} to the Hub cache {constants.HF_HUB_CACHE} failed: {root.strerror}",
             "a cache folder with enough space that can be written",
