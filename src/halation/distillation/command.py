@@ -135,7 +135,7 @@ def _check_prompt_data(config: DistillConfig) -> None:
 
 def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
     train.check_peft_installed(config)
-    folder = resolve_pipeline_folder(config.teacher_path, flag="teacher_path")
+    folder = resolve_pipeline_folder(config.teacher_path, "teacher_path", model_folder.HubOptions.of(config))
     output = config.output_dir.resolve()
     if output == folder.resolve() or folder.resolve() in output.parents:
         raise InputError(

@@ -15,6 +15,7 @@ from halation.distributed import launcher
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
+from halation.models.model_folder import HUB_FACT
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 
@@ -78,6 +79,9 @@ def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor
     with runs.scratch_folder("halation_report_") as scratch:
         output = scratch / "report.json"
         rank_config = replace(config, output=output)
+        hub_model = getattr(source, "model_ref", None) and source.model_ref.hub_fact.get(HUB_FACT)
+        if hub_model:  # all ranks use the commit that was found here, even if the branch moves
+            rank_config = replace(rank_config, revision=hub_model.rpartition("@")[2])
         if len(devices) == 1:
             os.environ[launcher.DEVICE_ENV] = devices[0]
             try:

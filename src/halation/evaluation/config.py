@@ -9,7 +9,7 @@ from typing import Literal
 
 from halation.config import ABOVE_ZERO, Conflict, setting
 from halation.errors import InputError
-from halation.generation.config import MaybeFloat, MaybeInt
+from halation.generation.config import MaybeFloat, MaybeInt, MaybeText
 
 Metric = Literal["fid", "kid", "fd", "is", "prdc", "clip", "agreement"]
 
@@ -87,6 +87,10 @@ class EvaluateConfig:
     """Resamplings for a 95 % bootstrap interval of fid and fd; each takes as long as the metric itself."""
 
     # -- images of a model (--model_path)
+    revision: MaybeText = setting(None)
+    """Branch, tag or commit of a model on the Hub; by default main."""
+    variant: MaybeText = setting(None)
+    """Variant of the weights on the Hub, such as fp16; by default the plain weights."""
     num_samples: int = setting(0, low=0, high=10**12)
     """Score the first N images or prompts; 0 means all."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10_000)
@@ -153,6 +157,10 @@ class EvaluateConfig:
     """Progress display; auto shows a bar on a terminal and lines elsewhere."""
 
     CONFLICTS = (
+        *(
+            Conflict(name, "a model of the Hub that generates images", "give --model_path", without="model_path")
+            for name in ("revision", "variant")
+        ),
         Conflict("generated model_path", "images to score, or a model to generate them", "give one of the two"),
         Conflict(
             "", "images to score, or a model to generate them", "give one of the two", without="generated model_path"

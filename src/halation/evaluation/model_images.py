@@ -24,6 +24,7 @@ from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import group_key
 from halation.generation.workers.image_runner import ImageModel, dry_run, open_model, run_batch
 from halation.models.async_image_result import Frames, ImageError
+from halation.models.model_folder import HubOptions
 from halation.models.model_path_resolver import ModelRef, resolve_model
 from halation.prompt_files import PromptFile, PromptRow
 from halation.runs.run_folder import hash_json, read_json_with_digest, write_json_with_digest
@@ -64,6 +65,7 @@ class ModelImages(DrawnImages):
             "kind": "model",
             "path": config.model_path,
             "model": self.model_ref.digest,
+            **self.model_ref.hub_fact,
             "settings": {
                 "prompts": self.prompts_name,
                 "specs_sha256": self._specs_hash,
@@ -192,7 +194,7 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
         raise InputError(
             "--model_path without --prompts", "prompts to generate images for", "give --prompts FILE, or texts"
         )
-    model_ref = resolve_model(config.model_path, raw=config.raw)
+    model_ref = resolve_model(config.model_path, raw=config.raw, hub=HubOptions.of(config))
     model_ref.check(config)
     if not ((config.height or model_ref.height) and (config.width or model_ref.width)):
         raise model_ref.no_size_error()

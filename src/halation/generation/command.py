@@ -32,6 +32,7 @@ from halation.generation.workers import ray_cluster
 from halation.generation.workers.local_pool import LocalWorkerPool, WorkerPool, WorkerSlot, list_local_slots
 from halation.images import mp4_writer, png_codec
 from halation.logging_setup import log_to_folder
+from halation.models.model_folder import HubOptions
 from halation.models.model_path_resolver import resolve_model
 from halation.prompt_files import PromptFile
 from halation.runs import lock
@@ -66,7 +67,7 @@ def _run(config: GenerateConfig, rows: Sequence[str | Mapping[str, Any]] | None,
     if model is not None:
         config, model_ref = model.resolve(config)
     else:
-        model_ref = resolve_model(config.model_path, raw=config.raw)
+        model_ref = resolve_model(config.model_path, raw=config.raw, hub=HubOptions.of(config))
     folder = config.output_dir
     if not (folder / runs.CONFIG_FILE).exists():  # a folder that was started with other rules goes on with them
         model_ref.check(config, arguments=parse_pipeline_args(config.pipeline_args))

@@ -13,6 +13,7 @@ from halation.config import ABOVE_ZERO, Conflict, free_setting, setting
 # None means "not given"; the help shows the type alone.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+MaybeText = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 RESOLVED_SETTINGS = ("height", "width", "num_inference_steps", "guidance_scale")
 """Settings whose defaults are those of the model, or of a folder that was started before."""
 
@@ -43,6 +44,10 @@ class GenerateConfig:
     model_path: str = free_setting("")
     """Folder of a diffusers pipeline (or its name on the Hub), a Halation run, checkpoint or export, or a bundled model
     such as `streets-64`. `testcard` needs no model; `testcard:0.2` takes 0.2 s per batch."""
+    revision: MaybeText = setting(None)
+    """Branch, tag or commit of a model on the Hub; by default main. A resumed run keeps the commit it started with."""
+    variant: MaybeText = setting(None)
+    """Variant of the weights on the Hub, such as fp16; by default the plain weights."""
     output_dir: Path = free_setting(Path("outputs/generated"))
     """Folder for the images, their metadata and the ledger."""
     # -- images

@@ -222,7 +222,7 @@ class GenerationSession:
         runs.create_or_resume_run(run, "generate", as_json(config), settings, config.accept_changes, has_done_images)
         chosen = runs.read_record(run)["fixed"].get("png coder") if has_done_images else None
         coder = config.png if config.png != "auto" else chosen or png_codec.fastest_coder()
-        return runs.record_facts(run, {"png coder": coder}, config.accept_changes)
+        return runs.record_facts(run, {"png coder": coder, **self.model_ref.hub_fact}, config.accept_changes)
 
     def _plan(
         self, prompts: PromptFile, has_done_images: bool, folder: Path, unrecorded: Sequence[ImageRequest]

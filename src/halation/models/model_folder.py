@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from halation.runs.run_folder import COMMIT_FILE
 FOLDER = Path(__file__).with_name("bundled")
 EXPORT_FILE = "halation.json"
 """File in an exported pipeline with the step and the sampling settings of its run. No model reads it."""
+HUB_FILE = ".hub.json"
+"""File in the folder of a model of the Hub with its name, commit and files."""
+HUB_FACT = "hub model"
+"""Key of a model's name and commit on the Hub, as owner/name@commit, among the fixed settings of a run."""
 SAMPLING_RANGES = {
     "height": (1, 16_384), "width": (1, 16_384), "steps": (1, 10_000), "seed": (0, 2**63 - 1),
     "sheet_size": (1, 65_536), "threads": (0, 4096), "guidance_scale": (0.0, 1e6), "time_shift": (0.0, 1e6),
@@ -80,6 +85,34 @@ def suggest_model(model: str | Path, otherwise: str) -> str:
 def _normalize_name(name: str) -> str:
     """Lower-case a name and drop its punctuation, which is often mistyped."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# -- models of the Hub
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """How to download a model of the Hub."""
+
+    revision: str | None = None
+    variant: str | None = None
+    output_dir: Path | None = None
+    """The run folder; a resumed run uses the commit that it was started with."""
+    progress: str = "auto"
+
+    @classmethod
+    def of(cls, config: Any) -> HubOptions:
+        """Return the options among the settings of a command."""
+        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__ if hasattr(config, name)})
+
+
+def read_hub_fact(folder: str | Path) -> dict[str, str]:
+    """Return the name and the commit of a model of the Hub for the record of a run, or {}."""
+    file = Path(folder) / HUB_FILE
+    if not file.is_file():
+        return {}
+    facts = input_files.read_json(file)
+    return {HUB_FACT: f"{facts['name']}@{facts['commit']}"}
 
 
 # -- settings and hashes

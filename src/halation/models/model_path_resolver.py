@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,13 @@ from halation.errors import InputError
 from halation.input_files import read_json
 from halation.models import model_folder
 from halation.models.dit.tokenizer import find_prompt_warnings
-from halation.models.model_folder import EXPORT_FILE, bundled_name, resolve_model_path
+from halation.models.model_folder import EXPORT_FILE, HubOptions, bundled_name, resolve_model_path
 from halation.models.pipelines.call_settings import CallSettings, GivenSettings, read_call_settings
 from halation.models.pipelines.folder_safety_check import check_component_sizes, check_not_only_pickles
 from halation.models.test_pattern import MODEL_NAME, parse_timing
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH, DEFAULT_GUIDANCE_SCALE, DEFAULT_STEPS = 480, 832, 7.5, 20
 """Defaults of the test card; the steps are also those of a DiT of Halation that was not distilled for fewer."""
-DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,9 @@ class ModelRef:
 
     is_distilled: bool = False
     """True if it was distilled; it then works only with `guidance_scale`."""
+
+    hub_fact: Mapping[str, str] = field(default_factory=dict)
+    """Name and commit of a model of the Hub, for the record of a run."""
 
     @classmethod
     def of_checkpoint(cls, folder: Path, sampling: Mapping[str, Any], *, name: str, digest: str = "") -> ModelRef:
@@ -123,22 +125,27 @@ class ModelRef:
             )
 
 
-def resolve_model(model_path: str, *, raw: bool) -> ModelRef:
-    """Find and check the model of a `--model_path` without loading it."""
+def resolve_model(model_path: str, *, raw: bool, hub: HubOptions = HubOptions()) -> ModelRef:  # noqa: B008
+    """Find and check the model of a `--model_path` without loading it; download it if needed."""
     if not model_path:
         raise InputError("no --model_path", "a model", "give --model_path FOLDER, or testcard to try without a model")
     timing = parse_timing(model_path) if model_path.startswith(MODEL_NAME) else None
     if timing is not None:
+        _check_no_hub_options(model_path, hub)
         return ModelRef(load_args={"kind": "testcard", **asdict(timing)}, name="testcard", digest="testcard 1")
-    folder = resolve_model_path(model_path)
-    if not folder.is_dir():
-        folder = _download(model_path)
+    folder = _find_folder(model_path, hub, "model_path", pipelines_only=False)
     if (folder / "model_index.json").exists():
         check_component_sizes(folder)
         load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
         settings = pipeline_defaults(read_call_settings(folder)) | read_export_settings(folder)
-        return ModelRef(load_args=load_args, name=name, digest=model_folder.fingerprint(folder), **settings)
+        return ModelRef(
+            load_args=load_args,
+            name=name,
+            digest=model_folder.fingerprint(folder),
+            hub_fact=model_folder.read_hub_fact(folder),
+            **settings,
+        )
     return _resolve_checkpoint(folder, raw)
 
 
@@ -204,11 +211,13 @@ def _not_a_model_error(folder: Path, why: str) -> InputError:
     )
 
 
-def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
+def resolve_pipeline_folder(
+    model_path: str,
+    flag: str = "model_path",
+    hub: HubOptions = HubOptions(),  # noqa: B008
+) -> Path:
     """Return the folder of a diffusers pipeline, from a path or a name on the Hub."""
-    folder = resolve_model_path(model_path)
-    if not folder.is_dir():
-        folder = _download(model_path, flag)
+    folder = _find_folder(model_path, hub, flag, pipelines_only=True)
     if not (folder / "model_index.json").is_file():
         run = model_folder.find_fine_tuned_run(folder)
         if run is not None:
@@ -221,20 +230,27 @@ def resolve_pipeline_folder(model_path: str, flag: str = "model_path") -> Path:
     return folder
 
 
-def _download(name: str, flag: str = "model_path") -> Path:
-    """Return a pipeline by its name on the Hub, from the local cache or downloaded once."""
+def _find_folder(name: str, hub: HubOptions, flag: str, *, pipelines_only: bool) -> Path:
+    """Return a local or bundled folder, or the folder of a model of the Hub."""
+    folder = resolve_model_path(name)
+    if folder.is_dir():
+        _check_no_hub_options(name, hub)
+        return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or Path(name).parent.is_dir():
         bundled = ", ".join(model_folder.bundled_names())
         expected = f"a diffusers pipeline, a model of Halation, or a bundled model: {bundled}"
         raise InputError(f"there is no folder {name}", expected, model_folder.suggest_model(name, f"check --{flag}"))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from halation.models.hub_download import download_model
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOAD_PATTERNS))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise InputError(
-            f"there is no folder {name}, and downloading it from the Hub failed: {str(error).splitlines()[0]}",
-            "the folder of a model, or the name of a model on the Hub",
-            f"check --{flag} and the network",
-        ) from error
+    return download_model(name, hub, flag, pipelines_only=pipelines_only)
+
+
+def _check_no_hub_options(name: str, hub: HubOptions) -> None:
+    """Reject settings that have no effect on a model that is already here."""
+    for setting in ("revision", "variant"):
+        if value := getattr(hub, setting):
+            raise InputError(
+                f"--{setting} {value} with {name}, which is not downloaded from the Hub",
+                "the name of a model on the Hub, as owner/name",
+                f"leave --{setting} out: a local model is used as it is",
+            )

@@ -313,9 +313,12 @@ def _remove_stale_scratch(prefix: str) -> None:
 
 
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one readable line for each changed setting."""
+    """Return one readable line for each changed setting.
+
+    An earlier version did not record settings that were added since; None then means what it did.
+    """
     lines = []
-    for key in [*old, *(key for key in new if key not in old)]:
+    for key in [*old, *(key for key in new if key not in old and new[key] is not None)]:
         before, after = old.get(key, "(not there)"), new.get(key, "(not there)")
         if before != after:
             lines.append(f"  {key}: {_shorten(before)} -> {_shorten(after)}")

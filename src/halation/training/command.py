@@ -20,11 +20,13 @@ from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError, install_command
 from halation.evaluation.config import Metric, fid_conflict
 from halation.models.model_folder import (
+    HubOptions,
     default_patch_size,
     find_fine_tuned_run,
     fine_tuned_error,
     fingerprint,
     read_export_size,
+    read_hub_fact,
     resolve_model_path,
 )
 from halation.models.model_path_resolver import resolve_pipeline_folder
@@ -89,7 +91,7 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
     check_settings(config)
     if config.model_path:
         check_peft_installed(config)
-        folder = resolve_pipeline_folder(config.model_path)
+        folder = resolve_pipeline_folder(config.model_path, hub=HubOptions.of(config))
         size = config.image_size or native_size(folder)
         multiple = read_call_settings(folder).size_multiple
         check_size_multiple(folder.name, multiple, size[0], size[-1], flag="image_size")
@@ -232,7 +234,10 @@ def open_session_record(
     if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
     fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
-    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    is_new = runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    if hub_fact := read_hub_fact(config.model_path):
+        runs.record_facts(run, hub_fact, config.accept_changes)
+    return is_new
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:

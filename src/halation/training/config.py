@@ -8,8 +8,11 @@ from typing import Literal
 
 from halation.config import ABOVE_ZERO, BELOW_ONE, MAX_SEED, Conflict, free_setting, setting
 from halation.evaluation.config import EvaluateConfig, Metric
+from halation.generation.config import MaybeText
 
-ONLY_FOR_PIPELINES = ("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype")
+ONLY_FOR_PIPELINES = (
+    *("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype", "revision", "variant"),
+)
 NOT_FOR_PIPELINES = {
     "model": "the pipeline brings its own transformer",
     "vae": "the pipeline brings its own autoencoder",
@@ -56,6 +59,10 @@ class TrainConfig:
     model_path: str = free_setting("")
     """Fine-tune the transformer of a diffusers pipeline (HunyuanDiT, PixArt, SD3, FLUX, Wan): a folder or a name on
     the hub."""
+    revision: MaybeText = setting(None)
+    """Branch, tag or commit of a model on the Hub; by default main. A resumed run keeps the commit it started with."""
+    variant: MaybeText = setting(None)
+    """Variant of the weights on the Hub, such as fp16; by default the plain weights."""
     lora_rank: int = setting(0, low=0)
     """Rank of LoRA adapters that are trained instead of the transformer's own weights; 0 trains all weights.
     For --model_path."""

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from PIL import Image
 
 from halation.errors import InputError
 from halation.evaluation.extractors.resize import ShortestEdgeCrop, describe_transform
 from halation.evaluation.extractors.weights import is_offline
 from halation.input_files import file_sha256, limit
+from halation.models.hub_download import NETWORK_ERROR, hub_error
 from halation.models.pipelines.folder_safety_check import PICKLE_SUFFIXES, check_model_sizes, read_json
 
-# The HTTP library of huggingface_hub changes between versions; HfHubHTTPError is a subclass of that library's error.
-_NETWORK_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 _DOWNLOAD_PATTERNS = ("*.json", "*.txt", "*.safetensors")
 TOKENIZER_FILES = (
     *("added_tokens.json", "merges.txt", "special_tokens_map.json"),
@@ -104,7 +108,9 @@ def _download_from_hub(name: str, flag: str) -> Path:
             "a local folder, or owner/name on the Hugging Face Hub",
             f"check {flag}",
         ) from error
-    except (HfHubHTTPError, _NETWORK_ERROR) as error:
+    except RepositoryNotFoundError as error:  # gated models too
+        raise hub_error(error, name, flag) from error
+    except (HfHubHTTPError, NETWORK_ERROR) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
     except (LocalEntryNotFoundError, OSError) as error:
         if not is_offline():

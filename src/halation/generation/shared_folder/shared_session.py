@@ -39,6 +39,7 @@ from halation.generation.supervisor import RangeClaims, RunStats
 from halation.generation.workers import local_pool
 from halation.images import png_codec
 from halation.logging_setup import ConsoleWarningHandler, log_to_folder
+from halation.models.model_folder import HUB_FACT
 from halation.models.model_path_resolver import ModelRef
 from halation.progress import GenerationProgress
 from halation.prompt_files import PromptFile
@@ -182,7 +183,7 @@ class SharedSession(GenerationSession):
         new_record = {
             "job": "generate",
             "settings": as_json(config),
-            "fixed": settings | {"png coder": coder},
+            "fixed": settings | {"png coder": coder, **self.model_ref.hub_fact},
             "changes": [],
         }
         if not run.config.exists():
@@ -191,7 +192,9 @@ class SharedSession(GenerationSession):
         chosen = record["fixed"].get("png coder", coder) if config.png == "auto" else coder
         if chosen not in png_codec.CODERS:
             raise shared_ledger.damaged_file_error(run.config)
-        self._check_unchanged(record["fixed"], settings | {"png coder": chosen})
+        known = {HUB_FACT: record["fixed"][HUB_FACT]} if HUB_FACT in record["fixed"] else {}
+        hub_fact = {name: self.model_ref.hub_fact.get(name, fact) for name, fact in known.items()}
+        self._check_unchanged(record["fixed"], settings | {"png coder": chosen, **hub_fact})
         for fact, name in FACT_FILES.items():
             path = self.ledger.folder / name
             if path.exists():

@@ -36,7 +36,9 @@ _MAX_TOKENS = 1e40
 """transformers uses a number of thirty digits for "no limit"."""
 _NUM_SHOWN = 5
 _NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_VARIANT_PATTERN = re.compile(r"\.(fp16|bf16|fp32)(-\d{5}-of-\d{5})?\.safetensors$")
+_VARIANT_PATTERN = re.compile(
+    r"^(?:diffusion_pytorch_model|model)(?:-\d{5}-of-\d{5})?\.([\w-]+?)(-\d{5}-of-\d{5})?\.safetensors$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
