@@ -10,6 +10,7 @@ cases.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -246,10 +247,8 @@ def run_case(world: World, config: TrainConfig) -> tuple[memory_fit_check.Memory
     """Train a few steps; return the estimate, what it is compared with, the measured bytes and those reserved."""
     with command.open_run_on_rank_zero(config, world), MeasuredSession(world, config) as session:
         session.prepare()
-        try:
+        with contextlib.suppress(EnoughSteps):
             session.run()
-        except EnoughSteps:
-            pass
         estimate = session.memory_estimate
         if world.device.type == "cuda":
             return estimate, estimate.total, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -349,9 +349,7 @@ class DistillationTask(TrainingTask):
 
     # -- trained networks
 
-    def build_networks(
-        self, engine: Engine, ema: Ema | None, build_engine: EngineFactory
-    ) -> dict[str, TrainedNetwork]:
+    def build_networks(self, engine: Engine, ema: Ema | None, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
         config, teacher = self.config, self.teacher
         if config.objective == "dmd":
             return self._build_dmd_networks(engine, ema, build_engine)

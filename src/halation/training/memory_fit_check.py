@@ -394,7 +394,9 @@ def _pass_advice(config: TrainConfig) -> list[str]:
     ]
 
 
-def batch_error(config: TrainConfig, cost: ImageCost, device: torch.device, rows: int, free: float) -> InputError | None:
+def batch_error(
+    config: TrainConfig, cost: ImageCost, device: torch.device, rows: int, free: float
+) -> InputError | None:
     """Return an error that suggests a smaller batch if this one cannot fit into `free` bytes of the host."""
     bytes_per_image = cost.bytes_on_host()
     if rows * bytes_per_image <= free:
@@ -502,9 +504,7 @@ def check_batch_fits(
     return estimate
 
 
-def _raise_if_too_large(
-    world: World, config: TrainConfig, estimate: MemoryEstimate, capacity: float | None
-) -> None:
+def _raise_if_too_large(world: World, config: TrainConfig, estimate: MemoryEstimate, capacity: float | None) -> None:
     if capacity is None:
         if world.device.type != "cuda":
             return
