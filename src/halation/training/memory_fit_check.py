@@ -239,8 +239,8 @@ def _zero_state_bytes(config: TrainConfig, parameters: Sequence[nn.Parameter], n
     bucket = zero.get("reduce_bucket_size", deepspeed_config.AUTO)
     found["exchange_buffers"] = 4.0 * (ZERO_BUCKET_VALUES if bucket == deepspeed_config.AUTO else float(bucket))
     if stage == 3:
-        largest = min(sum(parameter.numel() for parameter in parameters), ZERO_LIVE_VALUES)
-        found["exchange_buffers"] += float(largest * width)
+        gathered = min(1.0, ZERO_LIVE_VALUES / sum(parameter.numel() for parameter in parameters))
+        found["exchange_buffers"] += gathered * sum(parameter.nbytes for parameter in parameters)
     if is_offloaded:
         return found
     if stage < 3 or width < 4:
