@@ -265,12 +265,13 @@ def _gathered_bytes(module: nn.Module, units: Sequence[nn.Module]) -> float:
 class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations create, as long as they exist."""
 
-    def __init__(self, gradient_share: float) -> None:
-        """Count a finished gradient with this share of its bytes."""
+    def __init__(self, inputs: Iterable[Tensor], gradient_share: float) -> None:
+        """Count a finished gradient with this share of its bytes, and `inputs` and their views not at all."""
         super().__init__()
         self.gradient_share = gradient_share
         self.live = self.peak = 0.0
-        self._sizes: dict[int, float] = {}
+        self._inputs = [tensor.untyped_storage() for tensor in inputs]
+        self._sizes = {storage._cdata: 0.0 for storage in self._inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -307,7 +308,6 @@ def _pass_bytes(
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy, which takes a second
 
     device, module = torch.device(device), denoiser.module
-    counter = _LiveBytes(gradient_share)
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
 
         def fake(tensor: Tensor) -> Tensor:
@@ -316,8 +316,10 @@ def _pass_bytes(
         tensors = {name: fake(buffer) for name, buffer in module.named_buffers()}
         for name, parameter in module.named_parameters():
             tensors[name] = fake(parameter).requires_grad_(parameter.requires_grad)
-            if parameter.requires_grad:
-                tensors[name].register_post_accumulate_grad_hook(counter.on_gradient)
+        counter = _LiveBytes(tensors.values(), gradient_share)
+        for tensor in tensors.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(counter.on_gradient)
         rows = dataclasses.replace(
             batch,
             **{name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")},
