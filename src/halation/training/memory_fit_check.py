@@ -220,16 +220,17 @@ def _zero_state_bytes(config: TrainConfig, parameters: Sequence[nn.Parameter], n
     is_offloaded = config.offload_optimizer or deepspeed_config.offloads_optimizer(user_config)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     width = trained[0].element_size() if trained else 4
+    groups = [group for group in ([p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]) if group]
     frozen, whole, share, own = 0.0, 0, 0, 0
     for parameter in parameters:
         if not parameter.requires_grad:
             size = -(-parameter.numel() // num_ranks) if stage == 3 else parameter.numel()
             frozen += size * parameter.element_size()
-    for group in ([p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]):
+    for group in groups:
         num_values = sum(parameter.numel() for parameter in group)
         if stage == 3:
-            parts = [-(-parameter.numel() // num_ranks) for parameter in group]
-            share, own, whole = share + sum(parts), own + sum(parts), whole + sum(parts)
+            num_local = sum(-(-parameter.numel() // num_ranks) for parameter in group)
+            share, own, whole = share + num_local, own + num_local, whole + num_local
         else:
             padded = -(-num_values // (2 * num_ranks)) * 2 * num_ranks
             share += padded // num_ranks
@@ -243,10 +244,10 @@ def _zero_state_bytes(config: TrainConfig, parameters: Sequence[nn.Parameter], n
         found["exchange_buffers"] += gathered * sum(parameter.nbytes for parameter in parameters)
     if is_offloaded:
         return found
-    if stage < 3 or width < 4:
-        found["trained_weights"] += 4.0 * share
-    found["gradients"] = 4.0 * share + (float(whole * width) if stage == 1 else 0.0)
-    found["optimizer"] = 8.0 * share
+    found["trained_weights"] += 4.0 * share
+    # Stage 1 keeps whole gradients only to accumulate them.
+    found["gradients"] = float(width * (whole if stage == 1 and config.accumulate > 1 else share))
+    found["optimizer"] = 8.0 * share + 4 * len(groups)
     found["ema"] = 4.0 * own if config.ema_decay else 0.0
     return found
 
