@@ -349,7 +349,7 @@ class DistillationTask(TrainingTask):
 
     # -- trained networks
 
-    def build_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
+    def build_networks(self, engine: Engine, ema: Ema | None, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
         config, teacher = self.config, self.teacher
         if config.objective == "dmd":
             return self._build_dmd_networks(engine, ema, build_engine)
@@ -373,7 +373,9 @@ class DistillationTask(TrainingTask):
         self._active_networks = (MODEL, *auxiliary)
         return {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=objective), **auxiliary}
 
-    def _build_dmd_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
+    def _build_dmd_networks(
+        self, engine: Engine, ema: Ema | None, build_engine: EngineFactory
+    ) -> dict[str, TrainedNetwork]:
         """Initialise the second network from the teacher, or from its low-noise expert."""
         config = self.config
         assert self.teacher is not None

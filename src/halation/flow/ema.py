@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+GROUP_SIZE = 64
+"""Tensors that are updated together."""
+
 
 def _local_tensor(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, or the tensor itself."""
@@ -50,8 +53,11 @@ class Ema:
             raise RuntimeError("the EMA is swapped with the parameters: swap back before updating")
         if self._averages:
             weight = 1 - self.current_decay()
-            targets = [_local_tensor(parameter).to(torch.float32) for parameter in self._parameters.values()]
-            torch._foreach_lerp_(list(self._averages.values()), targets, weight)
+            names = list(self._parameters)
+            for start in range(0, len(names), GROUP_SIZE):  # in groups: narrow weights are copied to float32
+                group = names[start : start + GROUP_SIZE]
+                targets = [_local_tensor(self._parameters[name]).to(torch.float32) for name in group]
+                torch._foreach_lerp_([self._averages[name] for name in group], targets, weight)
         self.num_updates += 1
 
     @torch.no_grad()

@@ -127,6 +127,11 @@ class LatentSpace:
         return cls(vae, path=str(path.resolve()), half_dtype=half_dtype)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the weights."""
+        return sum(parameter.nbytes for parameter in self._vae.parameters())
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = next(self._vae.parameters()).device
         return device

@@ -164,7 +164,7 @@ def check_model(folder: Path, *, raw: bool) -> None:
             description = _read_description(folder / "config.json")
         if description.get("family") != "dit" or "config" not in description:
             return
-        shapes = reader.shapes("model" if raw else "ema") if is_checkpoint else {}
+        shapes = reader.shapes(reader.sampled_part(raw=raw)) if is_checkpoint else {}
         stored = StoredShapes(str(folder), shapes) if is_checkpoint else _read_stored_shapes(weights)
         _check_shapes(DiT(_parse_config(description["config"])), stored)
         tokenizer = description.get("tokenizer")
@@ -258,7 +258,7 @@ def _missing_base_error(folder: Path, base: Path, why: str) -> InputError:
 
 
 def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser:
-    """Load the model on the CPU: its EMA weights, or with `raw` the trained ones.
+    """Load the model on the CPU: its EMA weights, or with `raw` or without an EMA the trained ones.
 
     `checked` means that the folder comes from `find_checkpoint`.
     """
@@ -267,7 +267,7 @@ def load_denoiser(folder: Path, *, raw: bool, checked: bool = False) -> Denoiser
         return load_export(folder, "model_raw.safetensors" if raw else "model.safetensors")
     try:
         reader = CheckpointReader(folder)
-        part = "model" if raw else "ema"
+        part = reader.sampled_part(raw=raw)
         denoiser = _build_from_checkpoint(
             folder, dict(reader.state["denoiser"]), StoredShapes(str(folder), reader.shapes(part))
         )
@@ -300,10 +300,11 @@ def _unreadable_error(folder: Path, error: Exception) -> InputError:
 
 def weights_digest(folder: Path, *, raw: bool) -> str:
     """Hash of the weights that images are generated from."""
-    part = "model" if raw else "ema"
     if (folder / COMMIT_FILE).exists():
         sums = read_json(folder / COMMIT_FILE)["sha256"]
-        digests = sorted(value for name, value in sums.items() if name.split(".")[0].split("-")[0] == part)
+        parts = {name: name.split(".")[0].split("-")[0] for name in sums}
+        part = "model" if raw or "ema" not in parts.values() else "ema"
+        digests = sorted(value for name, value in sums.items() if parts[name] == part)
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
     file = folder / ("model_raw.safetensors" if raw else "model.safetensors")
     if not file.is_file():

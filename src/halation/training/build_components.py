@@ -254,7 +254,7 @@ def build_engine(
 ) -> Engine:
     """Build the engine of this name; `auto` is ddp for several ranks and single for one."""
     check_engine_settings(name, world, settings)
-    name = _resolve_name(name, world)
+    name = resolve_engine_name(name, world.size)
     if name == "single":
         return Engine(world, module)
     if name == "ddp":
@@ -269,15 +269,16 @@ def build_engine(
     return DeepSpeedEngine(world, module, settings)
 
 
-def _resolve_name(name: str, world: World) -> str:
+def resolve_engine_name(name: str, num_ranks: int) -> str:
+    """Return the engine that `auto` means; other names are returned unchanged."""
     if name != "auto":
         return name
-    return "ddp" if world.size > 1 else "single"
+    return "ddp" if num_ranks > 1 else "single"
 
 
 def check_engine_settings(name: str, world: World, settings: EngineSettings) -> None:
     """Raise for settings that conflict, before data and model are loaded."""
-    name = _resolve_name(name, world)
+    name = resolve_engine_name(name, world.size)
     if name == "single" and world.size > 1:
         raise InputError(
             f"--engine single with {world.size} ranks",

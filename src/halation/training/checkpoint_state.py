@@ -22,7 +22,7 @@ from halation.models.autoencoder import LatentSpace
 from halation.models.denoiser import Denoiser, ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.model_folder import EXPORT_FILE
-from halation.runs.run_folder import atomic_path, open_atomic, write_json_atomic
+from halation.runs.run_folder import atomic_path, open_atomic, remove_path, write_json_atomic
 from halation.training.loop import MODEL, TrainedNetwork, TrainState
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def network_prefix(network_name: str) -> str:
 
 
 def shared_state(
-    train_state: TrainState, ema: Ema, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]
+    train_state: TrainState, ema: Ema | None, denoiser: Mapping[str, Any], sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state that is the same on all ranks.
 
@@ -102,7 +102,7 @@ def shared_state(
     """
     return {
         "position": train_state.as_json(),
-        "ema_updates": ema.num_updates,
+        "ema_updates": 0 if ema is None else ema.num_updates,
         "denoiser": dict(denoiser),
         "sampling": dict(sampling),
     }
@@ -115,8 +115,9 @@ def restore(reader: CheckpointReader, networks: Mapping[str, TrainedNetwork]) ->
         _check_weights_match(network_reader, network.engine)
         network.engine.load_checkpoint(network_reader)
         if network.ema is not None:
+            part = network_reader.sampled_part()  # the weights if --accept_changes switched the EMA on
             averages = {
-                name: network_reader.read_shard("ema", name, piece)
+                name: network_reader.read_shard(part, name, piece)
                 for name, piece in network.engine.state_shards()["model"].items()
             }
             network.ema.load_tensors(averages, reader.state["ema_updates"])
@@ -142,14 +143,16 @@ def _check_weights_match(reader: CheckpointReader, engine: Engine) -> None:
 def export_dit(reader: CheckpointReader, folder: Path, space: ImageSpace) -> None:
     """Write model.safetensors (EMA), model_raw.safetensors, config.json and model.pth.
 
-    model.pth is for loaders that need a torch file. An autoencoder is copied too, so that the folder can be moved.
+    Without an EMA, the raw weights are model.safetensors. model.pth is for loaders that need a torch file. An
+    autoencoder is copied too, so that the folder can be moved.
     """
     folder.mkdir(exist_ok=True)
-    for part, name in (("ema", "model"), ("model", "model_raw")):
+    remove_path(folder / "model_raw.safetensors")
+    for part, name in ((reader.sampled_part(), "model"), *([("model", "model_raw")] if reader.has_part("ema") else [])):
         tensors: dict[str, Tensor] = dict(reader.read_part(part))
         with atomic_path(folder / f"{name}.safetensors", "export") as temporary:
             save_file(tensors, temporary)
-        if part == "ema":
+        if name == "model":
             # Pass an open file: given a path, torch would write the temporary name into the archive.
             with open_atomic(folder / "model.pth", "export") as file:
                 torch.save(tensors, file)
@@ -170,6 +173,7 @@ def export_checkpoint(reader: CheckpointReader, folder: Path, denoiser: Denoiser
     from halation.models.pipelines.training.export import export_pipeline
 
     assert isinstance(denoiser, PipelineDenoiser)
-    export_pipeline(denoiser, folder, averaged=reader.lazy_part("ema"), raw=reader.lazy_part("model"))
+    raw = reader.lazy_part("model") if reader.has_part("ema") else None
+    export_pipeline(denoiser, folder, averaged=reader.lazy_part(reader.sampled_part()), raw=raw)
     facts = {"step": reader.state["position"]["step"], "sampling": reader.state["sampling"]}
     write_json_atomic(folder / EXPORT_FILE, facts)

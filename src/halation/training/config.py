@@ -96,7 +96,8 @@ class TrainConfig:
     grad_clip: float = setting(1.0, low=0)
     """Gradient clipping: maximum norm of the gradient; 0 disables it."""
     ema_decay: float = setting(0.9999, low=0, high=BELOW_ONE)
-    """Decay of the EMA, whose weights produce the samples; it warms up with the number of updates."""
+    """Decay of the EMA, whose weights produce the samples; it warms up with the number of updates. 0 trains without
+    an EMA, which saves its memory: samples, evaluation and export use the raw weights."""
     caption_dropout: float = setting(0.1, low=0, high=1)
     """Share of images trained without their caption; guidance needs it."""
     time_sampling: Literal["logit_normal", "uniform"] | None = setting(None)
@@ -250,6 +251,12 @@ class TrainConfig:
             "weights_dtype lora_rank",
             "adapters in float32 over a base in --dtype",
             "leave --weights_dtype out; --dtype bf16 makes the base narrow",
+        ),
+        Conflict(
+            "sample_raw ema_decay",
+            "an EMA to sample from besides the raw weights",
+            "leave --sample_raw out: without an EMA all samples are from the raw weights",
+            when=lambda config: config.sample_raw and config.ema_decay == 0,
         ),
         *(
             Conflict(name, "the rank of the adapters", "give --lora_rank 16", without="lora_rank")

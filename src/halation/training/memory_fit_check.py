@@ -1,31 +1,40 @@
 """Estimate and probe memory before the first step.
 
-On a CPU, a process with an oversized batch would be killed by the system, or swap for hours.
+`estimate_memory` counts weights, gradients, optimizer and EMA as the engine shards them, and the activations of a pass
+on fake tensors. On a CPU, a process with an oversized batch would be killed by the system, or swap for hours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import logging
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halation import work_division
 from halation.distributed.checkpoint.writer import CheckpointWriter
+from halation.distributed.engines import deepspeed_config
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.errors import InputError
-from halation.models.denoiser import Denoiser, TrainedModule
+from halation.models.autoencoder import LatentSpace
+from halation.models.denoiser import Denoiser
 from halation.sampling.all_rank_sampler import SampleSettings
-from halation.training import checkpoint_state, periodic_tasks
+from halation.training import build_components, checkpoint_state, periodic_tasks, training_task
 from halation.training.config import TrainConfig
-from halation.training.loop import MODEL, TrainedNetwork, denoising_objective, mixed_precision
+from halation.training.loop import MODEL, MicroBatch, TrainedNetwork, denoising_objective, mixed_precision
 from halation.training.training_task import TrainingTask
 
 # Measured with saved-tensor hooks on the tiny and small DiT at 16 to 256 tokens: 1.9 to 2.5 saved values per output
@@ -33,13 +42,16 @@ from halation.training.training_task import TrainingTask
 SAVED_VALUES_PER_OUTPUT = 2.2
 NUM_HOST_BATCHES = 5  # prefetched batches and the one in use
 BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.6, "fp16": 2.6}  # autocast leaves norms and residuals in float32
+GATHERED_UNITS = 3  # of FSDP: the running unit, the next one, and the buffer that it is copied from
+ZERO_BUCKET_VALUES, ZERO_LIVE_VALUES = 500_000_000, 1_000_000_000  # DeepSpeed's defaults
+TOLERANCE = 1.2  # activations are estimated, so a batch is refused only if it clearly does not fit
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCost:
-    """Estimated cost of one image of a batch."""
+    """Estimated cost of one image of a batch on a CPU, where running a pass on fake tensors would take seconds."""
 
     flops: int
     """Operations of one forward."""
@@ -58,13 +70,8 @@ class ImageCost:
             * (min(1.0, 1.5 / self.num_blocks) if self.gradient_checkpointing else 1.0)
         )
 
-    def bytes_on(self, device: torch.device) -> float:
-        """Estimated bytes per image; half of that on a GPU.
-
-        On a GPU an oversized batch is a clean error, so only hopeless ones need to be rejected early.
-        """
-        if device.type == "cuda":
-            return self.activation_bytes() / 2
+    def bytes_on_host(self) -> float:
+        """Estimated bytes per image on a CPU, with the prefetched batches."""
         return self.activation_bytes() + NUM_HOST_BATCHES * 5 * self.num_values
 
 
@@ -112,43 +119,312 @@ def _used_bytes(cgroup: Path) -> float:
     return float((cgroup / "memory.current").read_text()) - cached
 
 
-def weights_error(
-    num_trained: int, num_frozen: int, weight_bytes: int, num_shards: int, capacity: float
-) -> InputError | None:
-    """Return an error if training needs more than `capacity` bytes per device for any batch.
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Estimated bytes on the device of one rank in a training step, by part.
 
-    It needs the weights, their gradients, two moments, and an EMA in float32.
+    Text encoders are not part of it: they are freed before the model is moved to the device.
     """
-    needed = num_trained * (4 * weight_bytes + 4) / num_shards + num_frozen * weight_bytes
-    if needed <= capacity:
-        return None
-    return InputError(
-        f"training {num_trained / 1e9:.1f} billion parameters takes {needed / 2**30:.0f} GiB on each device "
-        "without any image",
-        f"at most {capacity / 2**30:.0f} GiB, the memory of one device",
-        "shard the model with --engine fsdp or deepspeed on more GPUs, train adapters (--lora_rank 16), "
-        "use --weights_dtype bf16, or a smaller model",
+
+    frozen_weights: float = 0.0
+    """Weights and buffers that are not trained, such as the base of adapters."""
+    trained_weights: float = 0.0
+    """With deepspeed, together with the float32 copy of this rank's part."""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    ema: float = 0.0
+    autoencoder: float = 0.0
+    exchange_buffers: float = 0.0
+    """Gathered weights of fsdp and ZeRO-3, and buckets of gradients."""
+    activations: float = 0.0
+    """What a forward and backward pass needs besides. Without accumulated gradients, that is what it needs more than
+    the gradients, which are allocated while activations are freed."""
+    num_parameters: int
+    num_trained: int
+
+    def parts(self) -> dict[str, float]:
+        """Return the bytes by the name of the part."""
+        fields = [field.name for field in dataclasses.fields(self) if not field.name.startswith("num_")]
+        return {name.replace("_", " "): float(getattr(self, name)) for name in fields}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_format_bytes(size)}" for name, size in self.parts().items() if size >= 2**20)
+
+
+def estimate_memory(
+    config: TrainConfig,
+    denoiser: Denoiser,
+    num_ranks: int,
+    batch: MicroBatch | None = None,
+    device: torch.device | str = "cpu",
+) -> MemoryEstimate:
+    """Estimate the memory of a training step of this model, which may be on the meta device.
+
+    Activations are those of `batch`, of which only the shapes are used, on `device`; without a batch they are left out.
+    The model must not be wrapped by an engine yet.
+    """
+    module = denoiser.module
+    parameters = list(module.parameters())
+    engine = build_components.resolve_engine_name(config.engine, num_ranks)
+    estimate = MemoryEstimate(
+        autoencoder=denoiser.space.num_bytes if isinstance(denoiser.space, LatentSpace) else 0.0,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        **(
+            _zero_state_bytes(config, parameters, num_ranks)
+            if engine == "deepspeed"
+            else _state_bytes(config, parameters, num_ranks if engine == "fsdp" else 1)
+        ),
     )
+    buffers = float(sum(buffer.nbytes for buffer in module.buffers()))
+    estimate = dataclasses.replace(estimate, frozen_weights=estimate.frozen_weights + buffers)
+    if engine == "fsdp":
+        estimate = dataclasses.replace(estimate, exchange_buffers=_gathered_bytes(module, denoiser.shard_units()))
+    if batch is None:
+        return estimate
+    whole = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    # DDP's buckets and accumulated gradients exist during the whole pass.
+    is_kept = config.accumulate > 1 or engine in ("ddp", "deepspeed") or whole == 0
+    peak = _pass_bytes(denoiser, config, batch, device, 0.0 if is_kept else estimate.gradients / whole)
+    return dataclasses.replace(estimate, activations=peak if is_kept else max(peak - estimate.gradients, 0.0))
 
 
-def batch_error(rows: int, accumulate: int, cost: ImageCost, device: torch.device, free: float) -> InputError | None:
-    """Return an error that suggests a smaller batch if this one cannot fit into `free` bytes."""
-    bytes_per_image = cost.bytes_on(device)
+def _state_bytes(config: TrainConfig, parameters: Sequence[nn.Parameter], num_shards: int) -> dict[str, float]:
+    """Return the bytes of weights, gradients, optimizer and EMA of rank 0, which has the most rows of each tensor."""
+    if config.engine == "fsdp" and config.offload_optimizer:
+        return {}  # all of it is in host memory, and units are copied to the device while they run
+    found = dict.fromkeys(("frozen_weights", "trained_weights", "gradients", "optimizer", "ema"), 0.0)
+    for parameter in parameters:
+        rows = parameter.shape[0] if parameter.ndim else 1
+        num_values = -(-rows // num_shards) * (parameter.numel() // max(1, rows))
+        size = num_values * parameter.element_size()
+        if not parameter.requires_grad:
+            found["frozen_weights"] += size
+            continue
+        found["trained_weights"] += size
+        found["gradients"] += size
+        found["optimizer"] += 2 * size + 4  # two moments, and a counter of steps
+        found["ema"] += 4 * num_values if config.ema_decay else 0
+    return found
+
+
+def _zero_state_bytes(config: TrainConfig, parameters: Sequence[nn.Parameter], num_ranks: int) -> dict[str, float]:
+    """Return the same for DeepSpeed, which partitions flat groups of matrices and vectors."""
+    user_config = deepspeed_config.read_config(config.deepspeed_config)
+    stage = deepspeed_config.resolve_zero_stage(user_config, config.zero_stage)
+    zero = user_config.get("zero_optimization") or {}
+    is_offloaded = config.offload_optimizer or deepspeed_config.offloads_optimizer(user_config)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    width = trained[0].element_size() if trained else 4
+    groups = [group for group in ([p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]) if group]
+    frozen, whole, share, own = 0.0, 0, 0, 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            size = -(-parameter.numel() // num_ranks) if stage == 3 else parameter.numel()
+            frozen += size * parameter.element_size()
+    for group in groups:
+        num_values = sum(parameter.numel() for parameter in group)
+        if stage == 3:
+            num_local = sum(-(-parameter.numel() // num_ranks) for parameter in group)
+            share, own, whole = share + num_local, own + num_local, whole + num_local
+        else:
+            padded = -(-num_values // (2 * num_ranks)) * 2 * num_ranks
+            share += padded // num_ranks
+            own += min(padded // num_ranks, num_values)
+            whole += padded
+    found = {"frozen_weights": frozen, "trained_weights": float(whole * width)}
+    bucket = zero.get("reduce_bucket_size", deepspeed_config.AUTO)
+    found["exchange_buffers"] = 4.0 * (ZERO_BUCKET_VALUES if bucket == deepspeed_config.AUTO else float(bucket))
+    if stage == 3:
+        gathered = min(1.0, ZERO_LIVE_VALUES / sum(parameter.numel() for parameter in parameters))
+        found["exchange_buffers"] += gathered * sum(parameter.nbytes for parameter in parameters)
+    if is_offloaded:
+        return found
+    found["trained_weights"] += 4.0 * share
+    # Stage 1 keeps whole gradients only to accumulate them.
+    found["gradients"] = float(width * (whole if stage == 1 and config.accumulate > 1 else share))
+    found["optimizer"] = 8.0 * share + 4 * len(groups)
+    found["ema"] = 4.0 * own if config.ema_decay else 0.0
+    return found
+
+
+def _gathered_bytes(module: nn.Module, units: Sequence[nn.Module]) -> float:
+    """Return the bytes of the weights and gradients that FSDP has gathered at the same time."""
+
+    def sizes(parameters: Iterable[nn.Parameter]) -> float:
+        return sum(GATHERED_UNITS * p.nbytes + 2 * p.nbytes * p.requires_grad for p in parameters)
+
+    in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
+    rest = sum(parameter.nbytes for parameter in module.parameters() if id(parameter) not in in_units)
+    return rest + max((sizes(unit.parameters()) for unit in units), default=0.0)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations create, as long as they exist."""
+
+    def __init__(self, inputs: Iterable[Tensor], gradient_share: float) -> None:
+        """Count a finished gradient with this share of its bytes, and `inputs` and their views not at all."""
+        super().__init__()
+        self.gradient_share = gradient_share
+        self.live = self.peak = 0.0
+        self._inputs = [tensor.untyped_storage() for tensor in inputs]
+        self._sizes = {storage._cdata: 0.0 for storage in self._inputs}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            return
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.live += storage.nbytes()
+        weakref.finalize(storage, self._remove, storage._cdata)
+
+    def _remove(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Count the finished gradient of a parameter as sharded."""
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        size = self._sizes.get(key, 0.0)
+        self.live -= size * (1 - self.gradient_share)
+        if key in self._sizes:
+            self._sizes[key] = size * self.gradient_share
+
+
+def _pass_bytes(
+    denoiser: Denoiser, config: TrainConfig, batch: MicroBatch, device: torch.device | str, gradient_share: float
+) -> float:
+    """Return the peak of the bytes that a forward and backward pass allocates, by running it on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy, which takes a second
+
+    device, module = torch.device(device), denoiser.module
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+
+        def fake(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        tensors = {name: fake(buffer) for name, buffer in module.named_buffers()}
+        for name, parameter in module.named_parameters():
+            tensors[name] = fake(parameter).requires_grad_(parameter.requires_grad)
+        counter = _LiveBytes(tensors.values(), gradient_share)
+        for tensor in tensors.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(counter.on_gradient)
+        rows = dataclasses.replace(
+            batch,
+            **{name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")},
+            condition={name: fake(value) for name, value in batch.condition.items()},
+        )
+        stack.enter_context(torch.nn.utils.stateless._reparametrize_module(module, tensors))
+        objective = denoising_objective(_without_caches(denoiser))
+        with counter:
+            with mixed_precision(device, config.dtype):
+                losses = objective(module, rows)
+            losses.float().sum().backward()  # type: ignore[no-untyped-call]
+    return counter.peak
+
+
+def _without_caches(denoiser: Denoiser) -> Denoiser:
+    """Return a copy that keeps no tensors of the pass: the denoiser itself must not get fake ones."""
+    copied: Any = copy.copy(denoiser)
+    family = copied.family = copy.copy(getattr(denoiser, "family", None))
+    if family is not None:
+        family.noise_path = copy.copy(family.noise_path)
+        vars(family).update({name: dict(value) for name, value in vars(family).items() if type(value) is dict})
+    result: Denoiser = copied
+    return result
+
+
+def memory_error(estimate: MemoryEstimate, config: TrainConfig, num_ranks: int, capacity: float) -> InputError | None:
+    """Return an error if a step does not fit into `capacity` bytes, with advice that these settings leave open."""
+    fixed = estimate.total - estimate.activations
+    if fixed + estimate.activations / TOLERANCE <= capacity:
+        return None
+    room = f"at most {_format_bytes(capacity)}, the memory of one device"
+    if fixed > capacity:
+        count = f"{_format_count(estimate.num_trained)} of {_format_count(estimate.num_parameters)} parameters"
+        return InputError(
+            f"training {count} takes {_format_bytes(fixed)} on each device without any image ({estimate})",
+            room,
+            "; ".join(_weights_advice(estimate, config, num_ranks)),
+        )
+    found = f"--batch_size {config.batch_size} would take about {_format_bytes(estimate.total)} ({estimate})"
+    fits = int((capacity - fixed) / estimate.activations * config.batch_size)
+    if fits < 1:
+        advice = [*_pass_advice(config), *_weights_advice(estimate, config, num_ranks)]
+        return InputError(found, room, "; ".join([*advice, "or a smaller --image_size: not even one image fits"]))
+    return InputError(found, room, batch_size_hint(config, 1 << (fits.bit_length() - 1)))
+
+
+def _weights_advice(estimate: MemoryEstimate, config: TrainConfig, num_ranks: int) -> list[str]:
+    """Return what makes weights, gradients and optimizer smaller and is not done yet."""
+    engine = build_components.resolve_engine_name(config.engine, num_ranks)
+    is_pipeline = bool(config.model_path)
+    stage = 3 if engine != "deepspeed" else config.zero_stage
+    options = [
+        (engine in ("single", "ddp"), "shard the model over more GPUs with --engine fsdp"),
+        (engine == "deepspeed" and stage < 3, "shard the weights too with --zero_stage 3"),
+        (engine in ("fsdp", "deepspeed") and not config.offload_optimizer, "--offload_optimizer"),
+        (is_pipeline and not config.lora_rank, "train adapters (--lora_rank 16)"),
+        (is_pipeline and not config.lora_rank and config.weights_dtype == "fp32", "--weights_dtype bf16"),
+        (bool(config.lora_rank) and config.dtype == "fp32", "--dtype bf16, which halves the frozen weights"),
+        (estimate.ema > 0.1 * estimate.total, "--ema_decay 0, which trains without an EMA"),
+        (engine in ("fsdp", "deepspeed"), "more GPUs"),
+    ]
+    return [text for is_open, text in options if is_open] + ["a GPU with more memory, or a smaller model"]
+
+
+def _pass_advice(config: TrainConfig) -> list[str]:
+    """Return what makes activations smaller and is not done yet."""
+    return [
+        text
+        for is_open, text in (
+            (not config.gradient_checkpointing, "--gradient_checkpointing"),
+            (config.dtype == "fp32", "--dtype bf16"),
+        )
+        if is_open
+    ]
+
+
+def batch_error(
+    config: TrainConfig, cost: ImageCost, device: torch.device, rows: int, free: float
+) -> InputError | None:
+    """Return an error that suggests a smaller batch if this one cannot fit into `free` bytes of the host."""
+    bytes_per_image = cost.bytes_on_host()
     if rows * bytes_per_image <= free:
         return None
     needed = _format_bytes(rows * bytes_per_image)
     found = f"--batch_size {rows} would take about {needed}, and {_format_bytes(free)} are free on {device}"
     if 0.8 * free < bytes_per_image:
         return InputError(found, "a batch that fits", "try a smaller --model or --image_size; not even one image fits")
-    fits = 1 << (int(0.8 * free / bytes_per_image).bit_length() - 1)
-    return InputError(found, "a batch that fits", batch_size_hint(fits, accumulate * -(-rows // fits)))
-
-
-def batch_size_hint(batch_size: int, accumulate: int) -> str:
-    return (
-        f"try --batch_size {batch_size} (with --accumulate {accumulate} for the same global batch), "
-        "--gradient_checkpointing or --dtype bf16"
+    return InputError(
+        found, "a batch that fits", batch_size_hint(config, 1 << (int(0.8 * free / bytes_per_image).bit_length() - 1))
     )
+
+
+def batch_size_hint(config: TrainConfig, fits: int) -> str:
+    """Suggest a batch size, and what else makes room."""
+    accumulate = config.accumulate * -(-config.batch_size // fits)
+    first = f"try --batch_size {fits} (with --accumulate {accumulate} for the same global batch)"
+    return " or ".join([", ".join([first, *advice[:-1]]), *advice[-1:]]) if (advice := _pass_advice(config)) else first
+
+
+def _format_count(number: int) -> str:
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.1f} {word}"
+    return f"{number:,}"
 
 
 def _format_bytes(num_bytes: float) -> str:
@@ -168,7 +444,8 @@ def warm_up(
     """
     world = task.world
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
-    _check_batch_fits(world, config, task.denoiser, rows)
+    if world.device.type != "cuda":
+        _check_batch_fits_host(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
         log.warning("compiling the blocks, which takes a minute or two before the first step")
     # Pinned memory is allocated while blocks are compiled: it stalls the GPU, so during training it would slow down
@@ -188,35 +465,59 @@ def warm_up(
         raise InputError(
             f"a batch of {rows} images does not fit into the memory of {world.device}",
             "a batch that fits",
-            batch_size_hint(max(1, rows // 2), 2 * config.accumulate),
+            batch_size_hint(config, max(1, rows // 2)),
         ) from error
     finally:
         checkpoints.copies.wait_reserved()
 
 
-def check_weights_fit(world: World, config: TrainConfig, denoiser: TrainedModule) -> None:
+def check_weights_fit(world: World, config: TrainConfig, denoiser: Denoiser, capacity: float | None = None) -> None:
     """Raise if the model cannot be trained on these GPUs.
 
-    Checked before texts or teacher targets are computed, which may take hours.
+    Checked before texts or teacher targets are computed, which may take hours. `capacity` replaces the memory of the
+    device.
     """
-    device = world.device
-    if device.type != "cuda" or config.engine == "deepspeed" or config.offload_optimizer:
-        return
-    sizes = Counter[bool]()
-    for parameter in denoiser.module.parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-    error = weights_error(
-        sizes[True],
-        sizes[False],
-        2 if config.weights_dtype == "bf16" else 4,
-        world.size if config.engine == "fsdp" else 1,
-        float(torch.cuda.get_device_properties(device).total_memory),
+    _raise_if_too_large(world, config, estimate_memory(config, denoiser, world.size), capacity)
+
+
+def check_batch_fits(
+    task: TrainingTask, config: TrainConfig, global_batch: int, capacity: float | None = None
+) -> MemoryEstimate:
+    """Raise if a micro-batch does not fit beside the model; checked before the engine wraps the model."""
+    world, denoiser = task.world, task.denoiser
+    _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
+    # Shapes are enough: only one row is made, on the CPU, and expanded on the meta device.
+    height, width = config.image_size
+    row = training_task.dummy_batch(denoiser, 1, (height, width), torch.device("cpu"))
+
+    def expand(tensor: Tensor) -> Tensor:
+        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    batch = dataclasses.replace(
+        row,
+        **{name: expand(getattr(row, name)) for name in ("x0", "noise", "t", "weight")},
+        condition={name: expand(value) for name, value in row.condition.items()},
     )
+    try:
+        estimate = estimate_memory(config, denoiser, world.size, batch, world.device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # an operation that cannot run on fake tensors
+        log.warning("the memory of activations could not be estimated: %s", str(error).partition("\n")[0])
+        estimate = estimate_memory(config, denoiser, world.size)
+    _raise_if_too_large(world, config, estimate, capacity)
+    return estimate
+
+
+def _raise_if_too_large(world: World, config: TrainConfig, estimate: MemoryEstimate, capacity: float | None) -> None:
+    if capacity is None:
+        if world.device.type != "cuda":
+            return
+        capacity = float(torch.cuda.get_device_properties(world.device).total_memory)
+    error = memory_error(estimate, config, world.size, min(world.all_gather_object(capacity)))
     if error:
         raise error
 
 
-def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
+def _check_batch_fits_host(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
     cost = ImageCost(
         flops=denoiser.flops_per_image(),
         hidden_size=denoiser.hidden_size,
@@ -227,7 +528,7 @@ def _check_batch_fits(world: World, config: TrainConfig, denoiser: Denoiser, row
     )
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
     free = min(world.all_gather_object(free_bytes(world.device, num_sharing)))
-    error = batch_error(rows, config.accumulate, cost, world.device, free)
+    error = batch_error(config, cost, world.device, rows, free)
     if error:
         raise error
 

@@ -128,7 +128,7 @@ class PeriodicTasks:
     source: ImageDataset
     denoiser: Denoiser
     engine: Engine
-    ema: Ema
+    ema: Ema | None
     settings: SampleSettings
     metrics: runs.MetricsFile
     trackers: list[Tracker]
@@ -317,11 +317,17 @@ class PeriodicTasks:
 
     @contextlib.contextmanager
     def _swap_in_ema(self) -> Iterator[None]:
-        """Swap the EMA in for the weights, and back again.
+        """Swap the EMA in for the weights, and back again; without an EMA the weights stay.
 
         Parameters are resharded before the swap back, even after an error: the EMA expects shards. After an error
         `sync_master_weights` is not called, because it may be collective and the error may be on one rank only.
         """
+        if self.ema is None:
+            try:
+                yield
+            finally:
+                self.engine.reshard()
+            return
         self.ema.swap()
         try:
             self.engine.sync_master_weights()

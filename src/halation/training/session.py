@@ -120,16 +120,20 @@ class TrainingSession:
         self.is_prepared = True
 
     def _build_networks(self) -> None:
-        # FSDP moves one unit after the other to the device; a model that only fits in shards must not be moved as a
-        # whole.
-        self.denoiser.to(self.world.device, module=self.config.engine != "fsdp")
         self.denoiser.module.train()
         if self.config.gradient_checkpointing:
             self.denoiser.enable_gradient_checkpointing()
+        if self.world.device.type == "cuda":
+            estimate = memory_fit_check.check_batch_fits(self.task, self.config, self.global_batch)
+            log.info("estimated memory of a step: %.1f GiB (%s)", estimate.total / 2**30, estimate)
+        # FSDP moves one unit after the other to the device; a model that only fits in shards must not be moved as a
+        # whole.
+        self.denoiser.to(self.world.device, module=self.config.engine != "fsdp")
         if self.config.compile:
             compile_blocks(self.denoiser.shard_units())
         self.engine = self._build_engine(self.denoiser.module, self.denoiser.shard_units())
-        self.ema = Ema(self.engine.master_weights(), self.config.ema_decay)
+        decay = self.config.ema_decay
+        self.ema = Ema(self.engine.master_weights(), decay) if decay else None
         self.networks = self.task.build_networks(self.engine, self.ema, self._build_engine)
 
     def _build_engine(self, module: torch.nn.Module, units: list[torch.nn.Module]) -> Engine:

@@ -126,7 +126,7 @@ class TrainingTask:
     def prepare(self, settings: SampleSettings) -> None:
         """Hook that runs after texts are encoded and before the model is moved to its device."""
 
-    def build_networks(self, engine: Engine, ema: Ema, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
+    def build_networks(self, engine: Engine, ema: Ema | None, build_engine: EngineFactory) -> dict[str, TrainedNetwork]:
         """Return the trained networks; `engine` already has the model."""
         return {MODEL: TrainedNetwork(engine=engine, ema=ema, objective=denoising_objective(self.denoiser))}
 

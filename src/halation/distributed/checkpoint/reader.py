@@ -66,6 +66,10 @@ class CheckpointReader:
     def has_part(self, part: str) -> bool:
         return bool(self._read_layout(part))
 
+    def sampled_part(self, *, raw: bool = False) -> str:
+        """Return the part to sample from: the EMA, or the weights with `raw` or if the run has no EMA."""
+        return "model" if raw or not self.has_part("ema") else "ema"
+
     def read(self, part: str, name: str, start: int = 0, rows: int | None = None) -> Tensor:
         """Return rows [start, start + rows) of a tensor along its first dimension, or all of it."""
         stored = self._read_layout(part)[name]
