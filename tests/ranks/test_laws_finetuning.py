@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import halation
+from halation.images.png_codec import read_png
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
 from support import rank_functions, run_readers, tiny_models
@@ -74,13 +76,37 @@ def test_sampling_at_every_step_leaves_the_bits_of_fine_tuning(
     ranks.run(size, rank_functions.train, drawing, **PATIENCE)
     never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, validation_images=0)
     ranks.run(size, rank_functions.train, never, **PATIENCE)
-    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
+    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == (1 + NUM_STEPS) * 2 * 2
     assert not (tmp_path / "never/samples").exists()
     assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
         tmp_path / "never", NUM_STEPS
     )
     assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
     assert rank_states(tmp_path / "drawing", size) == rank_states(tmp_path / "never", size)
+
+
+def test_the_base_model_is_sampled_once_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
+    changes = {"n_steps": 2, "ckpt_every": 0, "sample_prompts": rank_functions.PROMPTS[:3], "guidance_scale": 3.0}
+    config = tuned(tmp_path / "run", "hunyuan", "ddp", image_size=(64, 64), **changes)
+    assert ranks.run(2, rank_functions.train_until, config, 1, **PATIENCE) == [128 + signal.SIGTERM] * 2
+    place = tmp_path / "run/samples/step_0000000"
+    before = {path.name: path.stat().st_mtime_ns for path in place.iterdir()}
+    assert len(before) == 3 + 3 + 2, "images, prompts, grid and index"
+    index = json.loads((place / "samples.json").read_text())
+    assert (index["step"], index["loss"], [row["state"] for row in index["samples"]]) == (0, None, ["done"] * 3)
+    ranks.run(1, rank_functions.train, config, **PATIENCE)
+    assert {path.name: path.stat().st_mtime_ns for path in place.iterdir()} == before
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(config.sample_prompts) + "\n")
+    halation.generate(
+        prompts_csv=prompts, model_path=config.model_path, output_dir=tmp_path / "base", height=64, width=64,
+        num_inference_steps=2, guidance_scale=3.0, batch_size=1, seed_start=42, progress="none", nproc=1,
+    )  # fmt: skip
+    images = [
+        [read_png(path)[0] for path in sorted(folder.glob("*.png")) if path.name != "grid.png"]
+        for folder in (place, tmp_path / "base")
+    ]
+    np.testing.assert_array_equal(*images)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,10 @@ class DistillationTask(TrainingTask):
         distilled = {"objective": config.objective, **({"steps": steps} if self.is_few_step else {})}
         return dataclasses.replace(settings, steps=steps, distilled=distilled)
 
+    def has_initial_samples(self) -> bool:
+        """The teacher's samples are shown instead."""
+        return False
+
     def resolve_num_steps(self, global_batch: int) -> DistillConfig:
         config = self.config
         if config.num_epochs:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from halation.config import as_json, check_settings, fixed_settings
 from halation.distributed import launcher
@@ -27,7 +27,7 @@ from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
-from halation.training.config import TrainConfig
+from halation.training.config import ConfigT, TrainConfig, fill_dit_defaults, missing_settings
 from halation.training.reporting import select_trackers
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 NATIVE_SIZES = {"WanPipeline": (480, 832)}
 """Sizes of models whose configs do not name one."""
 
-ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 OpenRecord = Callable[[Any, str], bool]
 
 
@@ -106,7 +105,9 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--data {data} {what}", expected, "check the path")
     if not config.model_path:
         config = dataclasses.replace(
-            config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
+            fill_dit_defaults(config),
+            time_sampling=config.time_sampling or "logit_normal",
+            time_shift=config.time_shift or 1.0,
         )
     return config
 
@@ -216,8 +217,10 @@ def open_session_record(
     facts = {f"{name} version": version(name) for name in libraries} | facts
     if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
-    fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
-    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    missing = missing_settings(config)  # recorded by the ranks, which know model, data and memory
+    fixed = {name: value for name, value in fixed_settings(config).items() if name not in missing}
+    fixed |= facts | {"device": device.split(":")[0]}
+    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes, missing=missing)
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:

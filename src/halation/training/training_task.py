@@ -28,6 +28,7 @@ from halation.flow.seeded_noise import training_draw
 from halation.logging_setup import log_duration
 from halation.models.autoencoder import LatentSpace, PixelSpace
 from halation.models.denoiser import PIPELINE_SCHEDULER, Condition, Denoiser, ImageSpace, PromptEncoder, null_condition
+from halation.models.dit.network import SIZES
 from halation.runs.run_folder import RunFolder
 from halation.sampling.all_rank_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
@@ -122,6 +123,10 @@ class TrainingTask:
             compile=config.compile,
             deterministic=config.deterministic,
         )
+
+    def has_initial_samples(self) -> bool:
+        """Return True if samples before the first step show something: the model has learned before."""
+        return bool(self.config.model_path) or self.config.model not in SIZES
 
     def prepare(self, settings: SampleSettings) -> None:
         """Hook that runs after texts are encoded and before the model is moved to its device."""

@@ -296,6 +296,18 @@ class PipelineDenoiser:
         return float(call_parameters(type(self._pipe))["guidance_scale"].default)
 
     @property
+    def default_steps(self) -> int:
+        """The number of denoising steps that the pipeline uses by default; 4 for FLUX schnell, made for few steps."""
+        if self.guidance_kind == "none":
+            return 4
+        return int(call_parameters(type(self._pipe))["num_inference_steps"].default)
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The family's learning rate for adapters, or for all weights."""
+        return self.family.learning_rates[0 if self.lora is not None else 1]
+
+    @property
     def default_size(self) -> tuple[int, int]:
         """The image size that the pipeline uses by default."""
         asked = tuple(call_parameters(type(self._pipe))[name].default for name in ("height", "width"))
