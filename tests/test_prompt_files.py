@@ -534,9 +534,9 @@ def test_standard_input_is_read_as_text_or_as_told(monkeypatch: pytest.MonkeyPat
 
 def test_prompts_from_flags_come_before_those_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "p.txt", "c\nd\n")
-    assert collect_prompts(["a", "b"], path) == ["a", "b", "c", "d"]
-    assert collect_prompts(["a"], None) == ["a"]
-    assert collect_prompts([], None) == []
+    assert collect_prompts(["a", "b"], (), path) == (("a", "b", "c", "d"), ())
+    assert collect_prompts(["a"], (), None) == (("a",), ())
+    assert collect_prompts([], (), None) == ((), ())
 
 
 def test_reading_prompts_needs_no_torch_and_no_numpy() -> None:

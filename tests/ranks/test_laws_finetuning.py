@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,51 @@ def test_a_pipeline_checkpoint_gives_the_published_images_on_any_ranks(
         config = SampleConfig(checkpoint=tmp_path / "run", output_dir=output, progress="none", dist_timeout_s=60.0)
         ranks.run(size, rank_functions.run_job, "sample", config, rendezvous, **PATIENCE)
         assert run_readers.sample_files(output) == published
+
+
+OWN_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"height": 64, "width": 32},
+    {"steps": 3, "guidance_scale": 1.0},
+    {"negative_prompt": "a rainy day", "seed": 7},
+    {"steps": 3},
+)
+
+
+@pytest.mark.parametrize("sizes", [(), pytest.param((1, 2), marks=SLOW)])
+def test_rows_with_settings_of_their_own_give_the_same_images_on_any_ranks(
+    ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    """Prompts of other sizes, steps and guidance: sharded on three ranks, and from a file on one."""
+    prompts = rank_functions.PROMPTS
+    rows = tuple(json.dumps({"prompt": text} | own) for text, own in zip(prompts, OWN_SETTINGS, strict=True))
+    changes = {"sample_prompts": prompts, "sample_rows": rows, "guidance_scale": 2.0, "ckpt_every": 0, "n_steps": 1}
+    config = tuned(tmp_path / "run", "hunyuan", "fsdp", **changes)
+    ranks.run(3, rank_functions.train, config, **PATIENCE)
+    place = tmp_path / "run/samples/step_0000001"
+    index = run_readers.sample_rows(tmp_path / "run", 1)
+    assert [row["state"] for row in index] == ["done"] * 5
+    assert [(row["height"], row["steps"], row["guidance_scale"]) for row in index] == [
+        (32, 2, 2.0), (64, 2, 2.0), (32, 3, 1.0), (32, 2, 2.0), (32, 3, 2.0),
+    ]  # fmt: skip
+    assert [read_png(place / row["file"])[0].shape[:2] for row in index] == [(row["height"], 32) for row in index]
+    published = run_readers.sample_files(place)
+    for size in sizes:
+        shutil.rmtree(place)
+        ranks.run(size, rank_functions.train, config, **PATIENCE)
+        assert run_readers.sample_files(place) == published
+        one = dataclasses.replace(config, sample_prompts=prompts[2:3], sample_rows=rows[2:3])
+        ranks.run(size, rank_functions.train, one, **PATIENCE)
+        assert [row["state"] for row in run_readers.sample_rows(tmp_path / "run", 1)] == ["done"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(rows))
+    rendezvous = tmp_path / "rendezvous"
+    rendezvous.mkdir()
+    by_file = SampleConfig(
+        checkpoint=tmp_path / "run", prompts_file=str(file), output_dir=tmp_path / "by_file", progress="none"
+    )
+    ranks.run(1, rank_functions.run_job, "sample", by_file, rendezvous, **PATIENCE)
+    assert run_readers.sample_files(tmp_path / "by_file") == published
 
 
 @SLOW

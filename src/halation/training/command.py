@@ -192,9 +192,11 @@ def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> C
             eval_metrics=tuple(dict.fromkeys(config.eval_metrics or usual)),
         )
         fid_conflict("eval_").check(config)
-    prompts = tuple(collect_prompts(config.sample_prompts, config.sample_prompts_file or None))
+    prompts, rows = collect_prompts(config.sample_prompts, config.sample_rows, config.sample_prompts_file or None)
     size = tuple(size) * 2 if len(size) == 1 else tuple(size)
-    return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
+    return dataclasses.replace(
+        config, image_size=size, sample_prompts=prompts, sample_rows=rows, sample_prompts_file=""
+    )
 
 
 def open_record(config: TrainConfig, device: str) -> bool:

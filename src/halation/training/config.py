@@ -24,6 +24,7 @@ DIT_DEFAULTS: Mapping[str, Any] = {
     "sample_steps": 10,
 }
 """Defaults of settings that have others when a pipeline is fine-tuned (`training.pipeline_finetuning`)."""
+PromptRows = Annotated[tuple[str, ...], tyro.conf.Suppress]
 if TYPE_CHECKING:  # None means "not given"; all of them have a value before a session reads them
     ResolvedInt, ResolvedFloat, ResolvedDtype = int, float, str
 else:
@@ -191,7 +192,10 @@ class TrainConfig:
     sample_prompts: tuple[str, ...] = free_setting(())
     """Prompts to sample; by default the eight driving prompts for streets, captions or class names of a folder."""
     sample_prompts_file: str = free_setting("")
-    """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input."""
+    """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input. Columns
+    height, width, steps, guidance_scale, negative_prompt and seed set those of one prompt."""
+    sample_rows: PromptRows = free_setting(())
+    """Rows of that file with settings of their own, as JSON."""
     sample_steps: ResolvedInt = free_setting(None, low=1)
     """Denoising steps per sample; by default 10, or for a fine-tuned pipeline its own default."""
     sample_seed: int = free_setting(42, low=0, high=MAX_SEED)

@@ -111,7 +111,7 @@ class TrainingSession:
                 self.evaluator = evaluation.TrainingEvaluator(world, config, self.folder, self.source, settings)
                 self.evaluator.prepare()
         if config.model_path:
-            prompts = (*settings.prompts, *(self.evaluator.settings.prompts if self.evaluator else ()))
+            prompts = (*settings.texts(), *(self.evaluator.settings.prompts if self.evaluator else ()))
             with log_duration("encoding texts"):
                 pipeline_finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
         self.task.prepare(self.checkpoint_settings)

@@ -29,6 +29,7 @@ from halation.logging_setup import log_duration
 from halation.models.autoencoder import LatentSpace, PixelSpace
 from halation.models.denoiser import PIPELINE_SCHEDULER, Condition, Denoiser, ImageSpace, PromptEncoder, null_condition
 from halation.models.dit.network import SIZES
+from halation.prompt_files import parse_rows
 from halation.runs.run_folder import RunFolder
 from halation.sampling.all_rank_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
@@ -107,8 +108,9 @@ class TrainingTask:
         prompts = config.sample_prompts or self._default_prompts()
         if self.source.class_names and not config.model_path:
             self.denoiser.encode_prompts(prompts)  # raise for an unknown class now, not at the first checkpoint
-        return SampleSettings(
+        settings = SampleSettings(
             prompts=prompts,
+            rows=parse_rows(prompts, config.sample_rows),
             height=height,
             width=width,
             steps=config.sample_steps,
@@ -123,6 +125,8 @@ class TrainingTask:
             compile=config.compile,
             deterministic=config.deterministic,
         )
+        settings.check_rows(self.denoiser)
+        return settings
 
     def has_initial_samples(self) -> bool:
         """Return True if samples before the first step show something: the model has learned before."""

@@ -39,7 +39,7 @@ from halation.models.pipelines.training.lora import LoraSettings, inject_lora
 from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
 from halation.models.pipelines.wan_experts import ExpertPair, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
-from halation.sample_specs import SampleBatch
+from halation.sample_specs import SampleBatch, SampleSpec
 
 _DEFAULT_OPTIONS = PipelineOptions(
     dtype="fp32",
@@ -383,6 +383,9 @@ class PipelineDenoiser:
         self._checker.check_size(height, width)
         factor = self.space.downsampling_factor
         return (self.space.channels, height // factor, width // factor)
+
+    def check_spec(self, spec: SampleSpec) -> None:
+        self._checker.check_spec(spec)
 
     def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[text_encoding.EncodeTexts]:
         """Context with the text encoders on a device: encodes texts to rows on the CPU.
