@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import tyro
 
@@ -26,7 +26,9 @@ DIT_DEFAULTS: Mapping[str, Any] = {
 """Defaults of settings that have others when a pipeline is fine-tuned (`training.pipeline_finetuning`)."""
 PromptRows = Annotated[tuple[str, ...], tyro.conf.Suppress]
 if TYPE_CHECKING:  # None means "not given"; all of them have a value before a session reads them
-    ResolvedInt, ResolvedFloat, ResolvedDtype = int, float, str
+    ResolvedInt: TypeAlias = int
+    ResolvedFloat: TypeAlias = float
+    ResolvedDtype: TypeAlias = str
 else:
     ResolvedInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
     ResolvedFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]

@@ -101,7 +101,7 @@ def resolve_defaults(
     if "n_steps" in names:
         global_batch = config.batch_size * config.accumulate * world.size
         config = dataclasses.replace(config, n_steps=choose_num_steps(num_images, global_batch, bool(given.lora_rank)))
-    defaults = {
+    defaults: dict[str, Any] = {
         "lr": denoiser.default_learning_rate,
         "warmup_steps": min(MAX_WARMUP_STEPS, config.n_steps // 10),
         "ckpt_every": next((every for every in CHECKPOINT_INTERVALS if 10 * every >= config.n_steps), 1000),
