@@ -188,7 +188,8 @@ def _complete_cells(folder: Path, rows: list[Any], stamp: FileStamp | None) -> d
 
 
 def _own_size(row: dict[str, Any]) -> tuple[int, int] | None:
-    width, height = row.get("width"), row.get("height")
+    width: Any = row.get("width")
+    height: Any = row.get("height")
     return (width, height) if is_int64(width) and is_int64(height) else None
 
 

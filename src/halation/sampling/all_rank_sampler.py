@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -309,7 +308,8 @@ class SampleSettings:
             )
             for index, prompt in enumerate(self.prompts)
         ]
-        return [replace(spec, **row) for spec, row in zip_longest(specs, self.rows[: len(specs)], fillvalue={})]
+        own = (*self.rows, *({},) * len(specs))
+        return [replace(spec, **row) for spec, row in zip(specs, own, strict=False)]
 
     def texts(self) -> list[str]:
         """Every text that is encoded for the samples."""

@@ -28,7 +28,7 @@ PromptRows = Annotated[tuple[str, ...], tyro.conf.Suppress]
 if TYPE_CHECKING:  # None means "not given"; all of them have a value before a session reads them
     ResolvedInt: TypeAlias = int
     ResolvedFloat: TypeAlias = float
-    ResolvedDtype: TypeAlias = str
+    ResolvedDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 else:
     ResolvedInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
     ResolvedFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
