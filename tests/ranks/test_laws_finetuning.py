@@ -87,6 +87,39 @@ def test_sampling_at_every_step_leaves_the_bits_of_fine_tuning(
     assert rank_states(tmp_path / "drawing", size) == rank_states(tmp_path / "never", size)
 
 
+def test_defaults_are_resolved_once_for_all_ranks_and_later_starts(ranks: RankPool, tmp_path: Path) -> None:
+    missing: dict[str, Any] = dict.fromkeys(("batch_size", "accumulate", "lr", "dtype", "warmup_steps", "ckpt_every"))
+    config = tuned(tmp_path, "hunyuan", "ddp", max_images=40, sample=False, validation_images=0, **missing)
+    assert ranks.run(3, rank_functions.train_until, config, 1, **PATIENCE) == [128 + signal.SIGTERM] * 3
+    record = json.loads((tmp_path / "config.json").read_text())
+    resolved = {"batch_size": 1, "accumulate": 1, "lr": 1e-5, "dtype": "fp32", "warmup_steps": 0, "ckpt_every": 10}
+    assert {name: record["settings"][name] for name in resolved} == resolved
+    assert record["fixed"]["global batch"] == 3
+    ranks.run(2, rank_functions.train, config, **PATIENCE)
+    after = json.loads((tmp_path / "config.json").read_text())
+    assert after["fixed"] == record["fixed"]
+    assert {name: after["settings"][name] for name in resolved} == resolved
+    assert sorted(run_readers.losses(tmp_path)) == [1, 2]
+
+
+def num_fitting(world: Any, config: TrainConfig, sides: tuple[int, ...]) -> list[int]:
+    """The images of several sizes that the memory estimate says fit, by `memory_fit_check`."""
+    from halation.training import memory_fit_check, pipeline_finetuning
+
+    numbers = []
+    for side in sides:
+        sized = dataclasses.replace(config, image_size=(side, side), dtype="fp32")
+        denoiser = pipeline_finetuning.open_denoiser(sized, world.device)
+        numbers.append(memory_fit_check.num_images_that_fit(world, sized, denoiser))
+    return numbers
+
+
+def test_more_small_images_fit_into_memory_than_large_ones(ranks: RankPool, tmp_path: Path) -> None:
+    config = tuned(tmp_path, "hunyuan", "ddp")
+    small, large, huge = ranks.run(1, num_fitting, config, (32, 64, 256), **PATIENCE)[0]
+    assert small > 2 * large > 4 * huge > 4
+
+
 def test_the_base_model_is_sampled_once_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
     changes = {"n_steps": 2, "ckpt_every": 0, "sample_prompts": rank_functions.PROMPTS[:3], "guidance_scale": 3.0}
     config = tuned(tmp_path / "run", "hunyuan", "ddp", image_size=(64, 64), **changes)
