@@ -202,7 +202,7 @@ def test_a_file_lies_above_defaults_and_below_flags(name: str, tmp_path: Path) -
     config = cli.parse("train", ["--n_steps", "9", "--config", str(tmp_path / name), "--no_compile"])
     assert (config.n_steps, config.compile) == (9, False)
     assert (config.lr, config.image_size, config.sample_prompts) == (1e-4, (48,), ("a", "b, c"))
-    assert (config.output_dir, config.batch_size) == (Path("there"), 32)
+    assert (config.output_dir, config.log_every) == (Path("there"), 10)
 
 
 RENAMED = [

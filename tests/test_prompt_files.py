@@ -541,9 +541,9 @@ def test_standard_input_is_read_as_text_or_as_told(monkeypatch: pytest.MonkeyPat
 
 def test_prompts_from_flags_come_before_those_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "p.txt", "c\nd\n")
-    assert collect_prompts(["a", "b"], path) == ["a", "b", "c", "d"]
-    assert collect_prompts(["a"], None) == ["a"]
-    assert collect_prompts([], None) == []
+    assert collect_prompts(["a", "b"], (), path) == (("a", "b", "c", "d"), ())
+    assert collect_prompts(["a"], (), None) == (("a",), ())
+    assert collect_prompts([], (), None) == ((), ())
 
 
 def test_reading_prompts_needs_no_torch_and_no_numpy() -> None:
@@ -611,8 +611,8 @@ def test_texts_of_the_command_line_are_prompts_as_they_are(tmp_path: Path, monke
     assert [row.prompt for row in PromptFile.from_values(texts).rows()] == list(texts)
     (tmp_path / "there.txt").write_text("from a file\n")
     assert [row.prompt for row in PromptFile.from_values(("there.txt",)).rows()] == ["from a file"]
-    assert collect_prompts(("there.txt",), None) == ["from a file"]
-    assert collect_prompts(("a", "b"), "there.txt") == ["a", "b", "from a file"]
+    assert collect_prompts(("there.txt",), (), None) == (("from a file",), ())
+    assert collect_prompts(("a", "b"), (), "there.txt") == (("a", "b", "from a file"), ())
     with pytest.raises(InputError, match=r"no such file: missing\.txt"):
         PromptFile.from_values(("missing.txt",))
     with pytest.raises(InputError, match="--prompts"):

@@ -50,6 +50,8 @@ _COLUMN_TYPES = {
     "steps": _ColumnType(("steps", "num_inference_steps"), int, "a whole number from 1 to 10000", 1, 10000),
     "guidance_scale": _ColumnType(("guidance_scale",), float, "a finite number, 0 or more", 0, sys.float_info.max),
 }
+ROW_SETTINGS = ("height", "width", "steps", "guidance_scale", "negative_prompt", "seed")
+"""Columns that set a sample's own value."""
 _FORMAT_HINT = "use the extension of its format: .csv, .txt, .jsonl or .parquet"
 
 
@@ -179,11 +181,39 @@ def is_prompt_file(values: Sequence[str]) -> bool:
     )
 
 
-def collect_prompts(prompts: Sequence[str], file: str | Path | None) -> list[str]:
-    """Return the prompts of the command line, which may be one file or `-`, then those of a file."""
+def collect_prompts(
+    prompts: Sequence[str], rows: Sequence[str], file: str | Path | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the prompts of the command line, which may be one file or `-`, then those of a file; and their rows.
+
+    A row is JSON with the prompt and its own settings (ROW_SETTINGS); without any there are no rows. `rows` are those
+    of prompts that were collected earlier.
+    """
+    from_file: list[PromptRow] = []
     if is_prompt_file(prompts):
-        prompts = [row.prompt for row in read_prompts(prompts[0])]
-    return [*prompts, *([row.prompt for row in read_prompts(file)] if file is not None else [])]
+        from_file, prompts, rows = read_prompts(prompts[0]), (), ()
+    if file is not None:
+        from_file = [*from_file, *read_prompts(file)]
+    result = (*prompts, *(row.prompt for row in from_file))
+    own = [{name: getattr(row, name) for name in ROW_SETTINGS} for row in from_file]
+    own = [{name: value for name, value in values.items() if value not in (None, "")} for values in own]
+    if not any(own):
+        return result, tuple(rows)
+    padded = [*rows, *["{}"] * len(prompts)][: len(prompts)]
+    return result, (
+        *padded,
+        *(json.dumps({"prompt": row.prompt} | values) for row, values in zip(from_file, own, strict=True)),
+    )
+
+
+def parse_rows(prompts: Sequence[str], rows: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Return each prompt's own settings from the rows of `collect_prompts`; empty if no prompt has any."""
+    parsed = [json.loads(row) for row in rows]
+    own = [
+        {name: row[name] for name in ROW_SETTINGS if name in row} if row.get("prompt") == prompt else {}
+        for prompt, row in zip(prompts, parsed, strict=False)
+    ]
+    return tuple(own) if any(own) else ()
 
 
 def _check_not_table(data: bytes) -> None:

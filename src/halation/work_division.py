@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,17 +10,18 @@ import numpy.typing as npt
 from halation.sample_specs import SampleBatch, SampleSpec
 
 
-def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBatch, ...]:
-    """Group specs by shape, then cut each group into batches of `batch_size` by index.
+def make_batches(specs: Sequence[SampleSpec], batch_size: int, *, by_guidance: bool = False) -> tuple[SampleBatch, ...]:
+    """Group specs by shape (and guidance), then cut each group into batches of `batch_size` by index.
 
     The last batch of a group is padded with its last spec. Batches do not depend on the world size: the same specs make
     the same batches on one GPU and on eight.
     """
     if batch_size < 1:
         raise ValueError(f"a batch holds at least one spec, not {batch_size}")
-    groups: dict[tuple[int, ...], list[SampleSpec]] = {}
+    groups: dict[tuple[float, ...], list[SampleSpec]] = {}
     for spec in sorted(specs, key=lambda spec: spec.index):
-        groups.setdefault(spec.shape, []).append(spec)
+        key = (*spec.shape, spec.guidance_scale) if by_guidance else spec.shape
+        groups.setdefault(key, []).append(spec)
     batches = []
     for group in groups.values():
         for start in range(0, len(group), batch_size):
@@ -28,6 +29,14 @@ def make_batches(specs: Sequence[SampleSpec], batch_size: int) -> tuple[SampleBa
             fillers = [real_specs[-1]] * (batch_size - len(real_specs))
             batches.append(SampleBatch(specs=(*real_specs, *fillers), num_real=len(real_specs)))
     return tuple(batches)
+
+
+def group_equal(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Return the positions of equal keys, group by group, in the order in which the keys first appear."""
+    groups: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(keys):
+        groups.setdefault(key, []).append(position)
+    return list(groups.values())
 
 
 class BatchPlan:

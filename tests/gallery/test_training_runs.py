@@ -289,6 +289,24 @@ def test_what_is_not_the_default_is_named_where_the_defaults_are_known(folder: P
     assert run.log(300) == ["2026-01-02 03:04:05,678 INFO [rank 0] trained"]
 
 
+def test_the_base_model_is_the_first_row_and_a_sample_has_its_own_size_and_seed(folder: Path) -> None:
+    """Samples of step 0 have no loss; rows of a prompt file show their own size and seed."""
+    rows = [row(0, "a", "sample_00.png"), row(1, "b", "sample_01.png")]
+    put(folder / "samples/step_0000000", rows, step=0, loss=None)
+    detail = opened(folder).detail()
+    assert [(step["step"], step["loss"] is None) for step in detail["steps"]][:2] == [(0, True), (10, False)]
+    assert all(detail["steps"][0]["cells"]["ema"])
+    place = folder / "samples/step_0000040"
+    put(place, [], step=40, settings=SETTINGS | {"rows": [{}, {"seed": 7}]})
+    (place / "sample_01.png").write_bytes(b"picture")
+    asked = [(prompt["prompt"], prompt["seed"], prompt["size"]) for prompt in opened(folder).detail()["prompts"]]
+    assert ("b", 7, [16, 8]) in asked
+    own = row(1, "b", "sample_01.png") | {"seed": 7, "height": 64, "width": 48}
+    put(place, [rows[0], own], step=40)
+    asked = [(prompt["prompt"], prompt["seed"], prompt["size"]) for prompt in opened(folder).detail()["prompts"]]
+    assert asked == [("a", 42, [16, 8]), ("b", 43, [8, 8]), ("b", 7, [48, 64])]
+
+
 def test_a_folder_of_samples_by_hand_is_one_step_and_shows_its_images_as_they_come(tmp_path: Path) -> None:
     folder = tmp_path / "drawn"
     folder.mkdir()

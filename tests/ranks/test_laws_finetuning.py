@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import halation
+from halation.images.png_codec import read_png
 from halation.sampling.config import SampleConfig
 from halation.training.config import TrainConfig
 from support import rank_functions, run_readers, tiny_models
@@ -74,13 +78,70 @@ def test_sampling_at_every_step_leaves_the_bits_of_fine_tuning(
     ranks.run(size, rank_functions.train, drawing, **PATIENCE)
     never = tuned(tmp_path / "never", family, engine, sample=False, ckpt_every=0, validation_images=0)
     ranks.run(size, rank_functions.train, never, **PATIENCE)
-    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == NUM_STEPS * 2 * 2
+    assert len(list((tmp_path / "drawing/samples").glob("step_*/sample_*.png"))) == (1 + NUM_STEPS) * 2 * 2
     assert not (tmp_path / "never/samples").exists()
     assert run_readers.checkpoint_bytes(tmp_path / "drawing", NUM_STEPS) == run_readers.checkpoint_bytes(
         tmp_path / "never", NUM_STEPS
     )
     assert run_readers.losses(tmp_path / "drawing") == run_readers.losses(tmp_path / "never")
     assert rank_states(tmp_path / "drawing", size) == rank_states(tmp_path / "never", size)
+
+
+def test_defaults_are_resolved_once_for_all_ranks_and_later_starts(ranks: RankPool, tmp_path: Path) -> None:
+    missing: dict[str, Any] = dict.fromkeys(("batch_size", "accumulate", "lr", "dtype", "warmup_steps", "ckpt_every"))
+    config = tuned(tmp_path, "hunyuan", "ddp", max_images=40, sample=False, validation_images=0, **missing)
+    assert ranks.run(3, rank_functions.train_until, config, 1, **PATIENCE) == [128 + signal.SIGTERM] * 3
+    record = json.loads((tmp_path / "config.json").read_text())
+    resolved = {"batch_size": 1, "accumulate": 1, "lr": 1e-5, "dtype": "fp32", "warmup_steps": 0, "ckpt_every": 10}
+    assert {name: record["settings"][name] for name in resolved} == resolved
+    assert record["fixed"]["global batch"] == 3
+    ranks.run(2, rank_functions.train, config, **PATIENCE)
+    after = json.loads((tmp_path / "config.json").read_text())
+    assert after["fixed"] == record["fixed"]
+    assert {name: after["settings"][name] for name in resolved} == resolved
+    assert sorted(run_readers.losses(tmp_path)) == [1, 2]
+
+
+def num_fitting(world: Any, config: TrainConfig, sides: tuple[int, ...]) -> list[int]:
+    """The images of several sizes that the memory estimate says fit, by `memory_fit_check`."""
+    from halation.training import memory_fit_check, pipeline_finetuning
+
+    numbers = []
+    for side in sides:
+        sized = dataclasses.replace(config, image_size=(side, side), dtype="fp32")
+        denoiser = pipeline_finetuning.open_denoiser(sized, world.device)
+        numbers.append(memory_fit_check.num_images_that_fit(world, sized, denoiser))
+    return numbers
+
+
+def test_more_small_images_fit_into_memory_than_large_ones(ranks: RankPool, tmp_path: Path) -> None:
+    config = tuned(tmp_path, "hunyuan", "ddp")
+    small, large, huge = ranks.run(1, num_fitting, config, (32, 64, 256), **PATIENCE)[0]
+    assert small > 2 * large > 4 * huge > 4
+
+
+def test_the_base_model_is_sampled_once_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
+    changes = {"n_steps": 2, "ckpt_every": 0, "sample_prompts": rank_functions.PROMPTS[:3], "guidance_scale": 3.0}
+    config = tuned(tmp_path / "run", "hunyuan", "ddp", image_size=(64, 64), **changes)
+    assert ranks.run(2, rank_functions.train_until, config, 1, **PATIENCE) == [128 + signal.SIGTERM] * 2
+    place = tmp_path / "run/samples/step_0000000"
+    before = {path.name: path.stat().st_mtime_ns for path in place.iterdir()}
+    assert len(before) == 3 + 3 + 2, "images, prompts, grid and index"
+    index = json.loads((place / "samples.json").read_text())
+    assert (index["step"], index["loss"], [row["state"] for row in index["samples"]]) == (0, None, ["done"] * 3)
+    ranks.run(1, rank_functions.train, config, **PATIENCE)
+    assert {path.name: path.stat().st_mtime_ns for path in place.iterdir()} == before
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(config.sample_prompts) + "\n")
+    halation.generate(
+        prompts_csv=prompts, model_path=config.model_path, output_dir=tmp_path / "base", height=64, width=64,
+        num_inference_steps=2, guidance_scale=3.0, batch_size=1, seed_start=42, progress="none", nproc=1,
+    )  # fmt: skip
+    images = [
+        [read_png(path)[0] for path in sorted(folder.glob("*.png")) if path.name != "grid.png"]
+        for folder in (place, tmp_path / "base")
+    ]
+    np.testing.assert_array_equal(*images)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +194,51 @@ def test_a_pipeline_checkpoint_gives_the_published_images_on_any_ranks(
         config = SampleConfig(checkpoint=tmp_path / "run", output_dir=output, progress="none", dist_timeout_s=60.0)
         ranks.run(size, rank_functions.run_job, "sample", config, rendezvous, **PATIENCE)
         assert run_readers.sample_files(output) == published
+
+
+OWN_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"height": 64, "width": 32},
+    {"steps": 3, "guidance_scale": 1.0},
+    {"negative_prompt": "a rainy day", "seed": 7},
+    {"steps": 3},
+)
+
+
+@pytest.mark.parametrize("sizes", [(), pytest.param((1, 2), marks=SLOW)])
+def test_rows_with_settings_of_their_own_give_the_same_images_on_any_ranks(
+    ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    """Prompts of other sizes, steps and guidance: sharded on three ranks, and from a file on one."""
+    prompts = rank_functions.PROMPTS
+    rows = tuple(json.dumps({"prompt": text} | own) for text, own in zip(prompts, OWN_SETTINGS, strict=True))
+    changes = {"sample_prompts": prompts, "sample_rows": rows, "guidance_scale": 2.0, "ckpt_every": 0, "n_steps": 1}
+    config = tuned(tmp_path / "run", "hunyuan", "fsdp", **changes)
+    ranks.run(3, rank_functions.train, config, **PATIENCE)
+    place = tmp_path / "run/samples/step_0000001"
+    index = run_readers.sample_rows(tmp_path / "run", 1)
+    assert [row["state"] for row in index] == ["done"] * 5
+    assert [(row["height"], row["steps"], row["guidance_scale"]) for row in index] == [
+        (32, 2, 2.0), (64, 2, 2.0), (32, 3, 1.0), (32, 2, 2.0), (32, 3, 2.0),
+    ]  # fmt: skip
+    assert [read_png(place / row["file"])[0].shape[:2] for row in index] == [(row["height"], 32) for row in index]
+    published = run_readers.sample_files(place)
+    for size in sizes:
+        shutil.rmtree(place)
+        ranks.run(size, rank_functions.train, config, **PATIENCE)
+        assert run_readers.sample_files(place) == published
+        one = dataclasses.replace(config, sample_prompts=prompts[2:3], sample_rows=rows[2:3])
+        ranks.run(size, rank_functions.train, one, **PATIENCE)
+        assert [row["state"] for row in run_readers.sample_rows(tmp_path / "run", 1)] == ["done"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(rows))
+    rendezvous = tmp_path / "rendezvous"
+    rendezvous.mkdir()
+    by_file = SampleConfig(
+        checkpoint=tmp_path / "run", prompts_file=str(file), output_dir=tmp_path / "by_file", progress="none"
+    )
+    ranks.run(1, rank_functions.run_job, "sample", by_file, rendezvous, **PATIENCE)
+    assert run_readers.sample_files(tmp_path / "by_file") == published
 
 
 @SLOW

@@ -100,6 +100,17 @@ def sampled(folder: Path, **changes: Any) -> TrainConfig:
     return rank_functions.small_config(folder, **settings | changes)
 
 
+@pytest.mark.parametrize("changes", [{}, {"model": "tiny"}, {"sample": False}])
+def test_a_model_that_has_learned_before_is_sampled_at_step_0(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A DiT from scratch draws only noise then, and --no_sample draws nothing."""
+    config = sampled(tmp_path, **{"model": str(rank_functions.tiny_teacher()), "n_steps": 1} | changes)
+    ranks.run(1, rank_functions.train, config)
+    drawn = sorted(path.parent.name for path in (tmp_path / "samples").glob("*/grid.png"))
+    assert drawn == (["step_0000000", "step_0000001"] if not changes else ["step_0000001"] * changes.get("sample", 1))
+
+
 SIZES = [
     pytest.param("ddp", 2, marks=pytest.mark.slow),
     pytest.param("ddp", 3, marks=pytest.mark.slow),

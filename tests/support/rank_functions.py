@@ -18,7 +18,7 @@ from typing import Any
 from halation.distillation.config import DistillConfig
 from halation.distributed import launcher
 from halation.runs.run_folder import scratch_folder
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, fill_dit_defaults
 
 PROMPTS = ("a red car in a city", "a rainy street at night", "three trees", "a highway", "a parking lot at dusk")
 SIDE = 32
@@ -46,7 +46,8 @@ def small_config(folder: Path, **changes: Any) -> TrainConfig:
         "progress": "none",
         "dist_timeout_s": 30.0,
     }
-    return TrainConfig(**settings | changes)
+    config = TrainConfig(**settings | changes)
+    return config if config.model_path else fill_dit_defaults(config)
 
 
 def train(world: Any, config: TrainConfig) -> None:

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "image_size": (256, 256),
     "n_steps": 1_000,
     "batch_size": 4,
+    "warmup_steps": 0,
     "validation_images": 16,
     "sample_names": "gpu",
     "sample_all": False,
@@ -82,11 +83,12 @@ def by_flags(asked: TrainConfig) -> dict[str, Any]:
 
     A run keeps ten checkpoints, and an untrained model gets a larger learning rate.
     """
+    n_steps = asked.n_steps or DEFAULTS["n_steps"]
     return {
-        "lr": TrainConfig.lr if asked.model_path else 1e-3,
+        "lr": 1e-4 if asked.model_path else 1e-3,
         "max_images": MAX_STREETS if asked.data == "streets" else 0,
-        "ckpt_every": max(10, asked.n_steps // 10),
-        "ckpt_latest_every": max(100, asked.n_steps // 50),
+        "ckpt_every": max(10, n_steps // 10),
+        "ckpt_latest_every": max(100, n_steps // 50),
         "sample_prompts": () if asked.sample_prompts_file else DRIVING_PROMPTS,
     }
 

@@ -18,7 +18,7 @@ from halation.models.students.config import StudentConfig
 from halation.prompt_files import FORMATS
 from halation.runs.run_folder import RunFolder
 from halation.training import command as train
-from halation.training.config import ONLY_FOR_PIPELINES
+from halation.training.config import ONLY_FOR_PIPELINES, fill_dit_defaults
 
 if TYPE_CHECKING:
     from halation.distillation.distillation_task import DistillationTask
@@ -52,6 +52,7 @@ def resolve_config(config: DistillConfig) -> DistillConfig:
     if config.objective != "velocity" and config.student_steps is None:
         config = dataclasses.replace(config, student_steps=DEFAULT_STUDENT_STEPS)
     check_settings(config)
+    config = fill_dit_defaults(config)
     if config.data_path != "streets" and not Path(config.data_path).exists():
         raise InputError(
             f"--data_path {config.data_path} does not exist", "a file of prompts or a folder of images", "check it"

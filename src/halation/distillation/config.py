@@ -97,6 +97,8 @@ class DistillConfig(TrainConfig):
     """Sample the teacher once for each prompt, to show next to the student's samples."""
 
     # -- optimisation
+    n_steps: int = setting(20_000, change="grows", low=1)
+    """Total number of optimizer steps; it may be raised when a run is resumed."""
     num_epochs: int = setting(0, change="grows", low=0)
     """Passes over the data, instead of --n_steps; each has whole steps, at least one. With dmd, steps of the second
     network count too."""

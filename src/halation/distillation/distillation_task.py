@@ -183,6 +183,12 @@ class DistillationTask(TrainingTask):
     def sample_settings(self) -> SampleSettings:
         """Sample as trained: without guidance if the teacher's guidance was distilled."""
         config, settings = self.config, super().sample_settings()
+        if unused := {name for row in settings.rows for name in row} - {"seed"}:
+            raise InputError(
+                f"{', '.join(sorted(unused))} in --sample_prompts_file",
+                "prompts and seeds: teacher and student are sampled with the settings of the distillation",
+                "remove these columns",
+            )
         # The family's default scale is for a student that has learned both branches, without distilled guidance.
         guided = self.denoiser.guidance_kind == "pair" and self.guidance == 1.0 and config.caption_dropout > 0
         if config.guidance_scale is None and (self.is_few_step or not guided):
@@ -192,6 +198,10 @@ class DistillationTask(TrainingTask):
             settings = dataclasses.replace(settings, sampler="euler")
         distilled = {"objective": config.objective, **({"steps": steps} if self.is_few_step else {})}
         return dataclasses.replace(settings, steps=steps, distilled=distilled)
+
+    def has_initial_samples(self) -> bool:
+        """The teacher's samples are shown instead."""
+        return False
 
     def resolve_num_steps(self, global_batch: int) -> DistillConfig:
         config = self.config

@@ -36,7 +36,7 @@ from halation.gallery.training_runs import TrainingRun
 from halation.gallery.watcher_runs import WatchRun
 from halation.generation.config import GenerateConfig
 from halation.runs import control_requests
-from halation.training.config import TrainConfig
+from halation.training.config import DIT_DEFAULTS, TrainConfig
 
 NUM_PORTS_TRIED = 100
 RESOLVED_DEFAULTS = {
@@ -152,7 +152,9 @@ def build_catalog(dirs: Sequence[Path]) -> RunCatalog:
         fields = dataclasses.fields(config_type)
         values = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
         values |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-        values |= RESOLVED_DEFAULTS.get(command, {})
+        if command in RESOLVED_DEFAULTS:
+            values |= {name: value for name, value in DIT_DEFAULTS.items() if values[name] is None}
+            values |= RESOLVED_DEFAULTS[command]
         # In the form of a run's record.
         defaults[command] = to_stored_names(json.loads(json.dumps(values, default=str)))
     training_factory = functools.partial(TrainingRun, defaults=defaults)

@@ -279,7 +279,12 @@ class TrainingRun(RunEntry):
         self._teacher_versions = {}
         step_rows = [self._build_step(step) for step in steps]
         variants = [name for name in ("ema", "raw", "teacher") if any(name in step["cells"] for step in step_rows)]
-        sizes = {column: step.size for step in steps for column in self._assign_columns(step.cells.get("ema", ()))}
+        sizes = {
+            column: cell.size or step.size
+            for step in steps
+            for cells in (step.cells.get("ema", ()),)
+            for column, cell in zip(self._assign_columns(cells), cells, strict=True)
+        }
         prompts = [
             {"prompt": prompt, "seed": seed, "size": list(sizes.get((prompt, seed, nth)) or ()) or None}
             for prompt, seed, nth in self._columns

@@ -33,6 +33,8 @@ class SampleCell:
     version: str = ""
     failure_reason: str = ""
     teacher: Path | None = None
+    size: tuple[int, int] | None = None
+    """Width and height, if they are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +181,16 @@ def _complete_cells(folder: Path, rows: list[Any], stamp: FileStamp | None) -> d
             version=_hash_version(f"{row['file']} {stamp}") if is_done else "",
             failure_reason=str(row.get("reason") or "failed") if row.get("state") == "failed" else "",
             teacher=folder / teacher if isinstance(teacher, str) else None,
+            size=_own_size(row),
         )
         cells.setdefault("raw" if row.get("raw") else "ema", []).append(cell)
     return {variant: tuple(items) for variant, items in cells.items()}
+
+
+def _own_size(row: dict[str, Any]) -> tuple[int, int] | None:
+    width: Any = row.get("width")
+    height: Any = row.get("height")
+    return (width, height) if is_int64(width) and is_int64(height) else None
 
 
 def _partial_cells(folder: Path, settings: Any) -> dict[str, tuple[SampleCell, ...]]:
@@ -201,12 +210,15 @@ def _partial_cells(folder: Path, settings: Any) -> dict[str, tuple[SampleCell, .
                     found["raw" if name[3] else "ema", number] = (folder / entry.name, v)
     except OSError:
         return {}
+    rows = settings["rows"] if isinstance(settings.get("rows"), list) else []
     cells: dict[str, tuple[SampleCell, ...]] = {}
     for variant in ("ema", *(["raw"] if any(key[0] == "raw" for key in found) else [])):
         row = []
         for number, prompt in enumerate(prompts):
             file, v = found.get((variant, number), (None, ""))
             cell_seed = seed if settings.get("same_seed") else seed + number
+            own = as_dict(rows[number]) if number < len(rows) else {}
+            cell_seed = own["seed"] if is_int64(own.get("seed")) else cell_seed
             row.append(SampleCell(prompt=str(prompt), seed=cell_seed, file=file, version=v))
         cells[variant] = tuple(row)
     return cells

@@ -210,6 +210,9 @@ class SamplingModel(Protocol):
         Raise InputError if the model does not support the size.
         """
 
+    def check_spec(self, spec: SampleSpec) -> None:
+        """Raise InputError if the model cannot sample the spec."""
+
     def times(self, num_steps: int, height: int, width: int, shift: float) -> tuple[float, ...]:
         """Return the `num_steps + 1` times, from 1 to 0, for a sample of this size.
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -364,11 +364,14 @@ def create_or_resume_run(
     fixed: Mapping[str, Any],
     accept_changes: bool,
     has_outputs: bool | None = None,
+    *,
+    missing: Collection[str] = (),
 ) -> bool:
     """Write config.json of a new run or check that of a resumed one; return True if it is new.
 
     `settings` are all resolved settings, `fixed` those (with versions and device) that a resumed run must not change.
     `has_outputs` is True if the run has outputs of the recorded settings; by default, if it has a checkpoint.
+    The settings in `missing` were not given: a resumed run keeps their recorded values.
     """
     new_record = {"job": job, "settings": dict(settings), "fixed": dict(fixed), "changes": []}
     if not run.config.exists():
@@ -394,17 +397,24 @@ def create_or_resume_run(
         return True
     keys = [key for key in record["fixed"] if key in fixed] + [key for key in fixed if key not in record["fixed"]]
     _check_or_record_changes(run, record, {key: record["fixed"].get(key) for key in keys}, fixed, accept_changes)
-    record["settings"] = dict(settings)
+    kept = {name: (recorded_settings or {}).get(name) for name in missing}
+    record["settings"] = {**settings, **kept}
     write_json_with_digest(run.config, record)
     return False
 
 
-def record_facts(run: RunFolder, facts: Mapping[str, Any], accept_changes: bool) -> dict[str, Any]:
-    """Record or check facts that are known only after the data was opened; return the record."""
+def record_facts(
+    run: RunFolder, facts: Mapping[str, Any], accept_changes: bool, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Record or check facts that are known only after the data was opened; return the record.
+
+    `settings` are resolved settings to record.
+    """
     record = read_record(run)
     known = {key: record["fixed"][key] for key in facts if key in record["fixed"]}
     _check_or_record_changes(run, record, known, {key: facts[key] for key in known}, accept_changes)
     record["fixed"] |= facts
+    record["settings"] = {**record.get("settings", {}), **(settings or {})}
     write_json_with_digest(run.config, record)
     return record
 

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -22,10 +22,19 @@ from halation import work_division
 from halation.distributed import rng
 from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
-from halation.errors import RankFailure
+from halation.errors import InputError, RankFailure, shorten
 from halation.fault_injection import fault_point
-from halation.models.denoiser import DecodedImages, SamplingInputs, SamplingModel, SolverSettings, decode
+from halation.models.denoiser import (
+    DecodedImages,
+    Denoiser,
+    SamplingInputs,
+    SamplingModel,
+    SolverSettings,
+    decode,
+    needs_cfg,
+)
 from halation.models.dtypes import DTYPES
+from halation.prompt_files import ROW_SETTINGS
 from halation.sample_specs import SampleBatch, SampleSpec
 from halation.sampling.sample_folder import SampleFolder, SampleRow, SampleWriter, is_drawn
 
@@ -135,39 +144,44 @@ class RankGroup:
         ):
             try:
                 can_claim = self.share_mode == "contiguous" and not self.sharded
-                turns = self._iter_claims(len(todo), label, rows) if can_claim else self._iter_rounds(len(todo))
-                for batch_index in turns:
+                todo_batches = [batches[number] for number in todo]
+                turns = self._iter_claims(todo_batches, label, rows) if can_claim else self._iter_rounds(todo_batches)
+                for batch, template in turns:
                     monitor.check_peers()
-                    batch = None if batch_index is None else batches[todo[batch_index]]
                     with rng.preserve_torch_settings():
-                        rows.extend(drawer.draw_batch(batch, batches[0], sink, monitor))
+                        rows.extend(drawer.draw_batch(batch, template, sink, monitor))
             finally:
                 sink.finish()
             rows_by_rank = monitor.gather_results(rows)
         return [row for rank_rows in rows_by_rank for row in rank_rows]
 
-    def _iter_rounds(self, num_batches: int) -> Iterator[int | None]:
-        """Yield the batches of this rank, in rounds.
+    def _iter_rounds(self, batches: Sequence[SampleBatch]) -> Iterator[tuple[SampleBatch | None, SampleBatch]]:
+        """Yield the batches of this rank, in rounds, each with a template of its forwards.
 
-        A sharded rank without a batch yields None and runs a dummy batch, so that collectives match.
+        A sharded rank without a batch yields None and runs a dummy batch, so that collectives match. For the same
+        reason the batches of a round then have the same number of steps and the same guidance.
         """
         assign = work_division.round_robin_batch if self.share_mode == "round" else work_division.contiguous_batch
-        for turn in range(work_division.num_rounds(num_batches, self.world.size)):
-            if self._should_stop():
-                return
-            batch_index = assign(turn, self.world.rank, self.world.size, num_batches)
-            if batch_index is None and not self.sharded:
-                return
-            yield batch_index
+        keys = [_forward_key(batch) for batch in batches]
+        for group in work_division.group_equal(keys) if self.sharded else [range(len(batches))]:
+            for turn in range(work_division.num_rounds(len(group), self.world.size)):
+                if self._should_stop():
+                    return
+                place = assign(turn, self.world.rank, self.world.size, len(group))
+                if place is None and not self.sharded:
+                    return
+                yield None if place is None else batches[group[place]], batches[group[0]]
 
-    def _iter_claims(self, num_batches: int, label: str, rows: Sequence[SampleRow]) -> Iterator[int]:
+    def _iter_claims(
+        self, batches: Sequence[SampleBatch], label: str, rows: Sequence[SampleRow]
+    ) -> Iterator[tuple[SampleBatch, SampleBatch]]:
         """Yield the batches of this rank's share, then of others while none of `rows` failed."""
-        claims = BatchClaims(self.world, label, num_batches)
+        claims = BatchClaims(self.world, label, len(batches))
         for batch_index in claims:
             if self._should_stop():
                 claims.close()
                 return
-            yield batch_index
+            yield batches[batch_index], batches[batch_index]
             if any(row["state"] == "failed" for row in rows):
                 claims.stop_stealing()
 
@@ -176,6 +190,11 @@ class RankGroup:
         if not self.sharded:
             return self.stop() != 0
         return any(self.world.all_gather_object(self.stop()))
+
+
+def _forward_key(batch: SampleBatch) -> tuple[int, float]:
+    """Batches with the same key make the same number of forwards."""
+    return batch.specs[0].steps, batch.specs[0].guidance_scale
 
 
 def find_missing_batches(world: World, sample_folder: SampleFolder, batches: Sequence[SampleBatch]) -> list[int]:
@@ -253,10 +272,15 @@ class SampleSettings:
     deterministic: bool = False
     distilled: dict[str, Any] | None = None
     """`objective` and `steps` of a student, which was trained for that number of steps only."""
+    rows: tuple[dict[str, Any], ...] = ()
+    """For each prompt its own height, width, steps, guidance scale, negative prompt and seed; empty if none has any."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as stored in checkpoints, exports and samples.json."""
-        return {_STORED_AS.get(name, name): value for name, value in asdict(self).items()}
+        values = {_STORED_AS.get(name, name): value for name, value in asdict(self).items()}
+        if not self.rows:  # as in files of earlier versions
+            del values["rows"]
+        return values
 
     @classmethod
     def required_keys(cls) -> set[str]:
@@ -268,10 +292,10 @@ class SampleSettings:
         """Read the settings of a checkpoint; keys of other versions are ignored."""
         names = {_STORED_AS.get(each.name, each.name): each.name for each in fields(cls)}
         values = {names[key]: value for key, value in stored.items() if key in names}
-        return cls(**values | {"prompts": tuple(values["prompts"])})
+        return cls(**values | {"prompts": tuple(values["prompts"]), "rows": tuple(values.get("rows", ()))})
 
     def specs(self) -> list[SampleSpec]:
-        return [
+        specs = [
             SampleSpec(
                 index=index,
                 id=f"sample_{index:02d}",
@@ -284,6 +308,38 @@ class SampleSettings:
             )
             for index, prompt in enumerate(self.prompts)
         ]
+        own = (*self.rows, *({},) * len(specs))
+        return [replace(spec, **row) for spec, row in zip(specs, own, strict=False)]
+
+    def texts(self) -> list[str]:
+        """Every text that is encoded for the samples."""
+        return [text for spec in self.specs() for text in (spec.prompt, spec.negative_prompt)]
+
+    def check_rows(self, model: Denoiser) -> None:
+        """Raise InputError for a row that the model cannot sample, or with a value that would have no effect."""
+        for spec, row in zip(self.specs(), self.rows, strict=False):
+            try:
+                self._check_row(spec, row, model)
+                model.check_spec(spec)
+            except InputError as error:
+                found = f"prompt {spec.index + 1} ({shorten(spec.prompt, 60)!r}): {error.found}"
+                raise InputError(found, error.expected, error.action) from error
+
+    def _check_row(self, spec: SampleSpec, row: Mapping[str, Any], model: Denoiser) -> None:
+        if self.distilled is not None and (unused := row.keys() & {"steps", "guidance_scale", "negative_prompt"}):
+            raise InputError(
+                f"{', '.join(sorted(unused))} in its row, with a model that was distilled",
+                "the steps and the guidance that it was distilled with",
+                "leave the column out",
+            )
+        if "guidance_scale" in row and model.guidance_kind == "none":
+            raise InputError(f"guidance_scale in its row, with {model.name}", "a model with guidance", "leave it out")
+        if spec.negative_prompt and (model.guidance_kind != "pair" or spec.guidance_scale <= 1):
+            raise InputError(
+                f"negative_prompt in its row, with {model.name} at guidance {spec.guidance_scale:g}",
+                "a model that reads it, and guidance above 1",
+                "leave it out, or set guidance_scale",
+            )
 
 
 class DenoiserSampler:
@@ -307,7 +363,6 @@ class DenoiserSampler:
         self.settings = settings
         self.on_step = on_step
         self.num_steps_done = self.num_steps_total = 0
-        self.uses_guidance = settings.guidance_scale != 1.0
 
     def run(self, sample_folder: SampleFolder, label: str) -> list[SampleRow]:
         """Sample what is missing in the folder.
@@ -315,7 +370,7 @@ class DenoiserSampler:
         Every rank returns the same rows, one per spec: done, failed or open.
         """
         specs = self.settings.specs()
-        batches = work_division.make_batches(specs, self.settings.batch_size)
+        batches = work_division.make_batches(specs, self.settings.batch_size, by_guidance=True)
         todo = find_missing_batches(self.world, sample_folder, batches)
         log.info(
             "Generating samples: %d of %d images on %d ranks (%s)",
@@ -325,14 +380,22 @@ class DenoiserSampler:
             label,
         )
         rows = self.draw_batches(batches, todo, SampleWriter(sample_folder, self.settings.sampler), f"sampling {label}")
-        return complete_rows(specs, rows, sample_folder)
+        rows = complete_rows(specs, rows, sample_folder)
+        if not self.settings.rows:
+            return rows
+        names = [name for name in ROW_SETTINGS if name != "seed"]
+        return [row | {name: getattr(spec, name) for name in names} for spec, row in zip(specs, rows, strict=True)]
 
     def draw_batches(
         self, batches: Sequence[SampleBatch], todo: Sequence[int], sink: ImageSink, label: str
     ) -> list[SampleRow]:
         """Sample these batches, the same list on every rank; return the rows of all images."""
         self.num_steps_done = 0
-        self.num_steps_total = work_division.num_rounds(len(todo), self.world.size) * self.settings.steps
+        groups = work_division.group_equal([_forward_key(batches[number]) for number in todo])
+        self.num_steps_total = sum(
+            work_division.num_rounds(len(group), self.world.size) * batches[todo[group[0]]].specs[0].steps
+            for group in groups
+        )
         rows = self.ranks.draw_batches(self, batches, todo, sink, label)
         for row in rows:
             if row["state"] == "failed" and row["rank"] != self.world.rank:
@@ -364,7 +427,7 @@ class DenoiserSampler:
             return rows
         if inputs is None:
             inputs = self.denoiser.dummy_inputs(template, self.world.device)
-        x = self._forward(rows, inputs, monitor)
+        x = self._forward(rows, inputs, monitor, needs_cfg((batch or template).specs))
         if batch is None or x is None or rows[0]["state"] == "failed":
             return rows
         decoded = run_phase(rows, lambda: self._decode(x, batch), self._mark_failed)
@@ -390,14 +453,16 @@ class DenoiserSampler:
                 )
         return inputs
 
-    def _forward(self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor | None:
+    def _forward(
+        self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor, use_cfg: bool
+    ) -> torch.Tensor | None:
         if not self.ranks.sharded:
             latents: torch.Tensor | None = run_phase(
-                rows, lambda: self._denoise_or_halve(rows, inputs, monitor), self._mark_failed
+                rows, lambda: self._denoise_or_halve(rows, inputs, monitor, use_cfg), self._mark_failed
             )
             return latents
         try:
-            return self._denoise(inputs, monitor)
+            return self._denoise(inputs, monitor, use_cfg)
         except Exception as error:
             if isinstance(error, RuntimeError) and is_lost_peer_message(str(error)):
                 raise RankFailure(
@@ -410,12 +475,12 @@ class DenoiserSampler:
             ) from error
 
     def _denoise_or_halve(
-        self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor
+        self, rows: list[SampleRow], inputs: SamplingInputs, monitor: HeartbeatMonitor, use_cfg: bool
     ) -> torch.Tensor:
         """Sample the whole batch, or in halves if memory runs out; such rows have `micro_batch`."""
         before = self.num_steps_done
         try:
-            return self._denoise(inputs, monitor)
+            return self._denoise(inputs, monitor, use_cfg)
         except torch.OutOfMemoryError:
             if inputs.num_rows == 1:
                 raise
@@ -427,16 +492,16 @@ class DenoiserSampler:
             inputs.num_rows,
             self.world.rank,
         )
-        halves = [self._denoise_or_halve(rows, half, monitor) for half in inputs.halves()]
+        halves = [self._denoise_or_halve(rows, half, monitor, use_cfg) for half in inputs.halves()]
         for row in rows:
             row["micro_batch"] = min(row.get("micro_batch", inputs.num_rows), -(-inputs.num_rows // 2))
         return torch.cat(halves)
 
-    def _denoise(self, inputs: SamplingInputs, monitor: HeartbeatMonitor) -> torch.Tensor:
+    def _denoise(self, inputs: SamplingInputs, monitor: HeartbeatMonitor, use_cfg: bool) -> torch.Tensor:
         settings = self.settings
         solver = SolverSettings(
             sampler=settings.sampler,
-            use_cfg=self.uses_guidance,
+            use_cfg=use_cfg,
             dtype=DTYPES[settings.dtype],
             shift=settings.time_shift,
         )

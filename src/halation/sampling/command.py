@@ -18,6 +18,7 @@ from halation.input_files import read_bytes
 from halation.models.model_folder import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.model_path_resolver import ModelRef
 from halation.progress import StepProgress
+from halation.prompt_files import collect_prompts, parse_rows
 from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.sampling.config import SampleConfig
@@ -81,8 +82,15 @@ def _resolve_config(config: SampleConfig) -> tuple[SampleConfig, dict[str, Any]]
 
     folder, recorded = _find_checkpoint(Path(config.checkpoint))
     check_base_exists(folder)
+    prompts, rows = collect_prompts(config.prompts, config.prompt_rows, config.prompts_file or None)
+    config = dataclasses.replace(config, checkpoint=folder, prompts=prompts, prompt_rows=rows, prompts_file="")
     settings = _merge_settings(config, recorded)
-    config = dataclasses.replace(config, checkpoint=folder, prompts=settings["prompts"], prompts_file="")
+    own = zip(settings["prompts"], settings.get("rows", ()), strict=False)
+    config = dataclasses.replace(
+        config,
+        prompts=tuple(settings["prompts"]),
+        prompt_rows=tuple(json.dumps({"prompt": prompt} | row) for prompt, row in own),
+    )
     identity = {"model": weights_digest(folder, raw=config.raw), **json.loads(json.dumps(settings))}
     if config.output_dir is None:
         name = runs.hash_json(identity)[:8]
@@ -175,7 +183,8 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(settings.deterministic)
     denoiser = load_denoiser(checkpoint, raw=config.raw, checked=True).to(world.device)
-    denoiser.encode_prompts((*settings.prompts, ""))
+    settings.check_rows(denoiser)
+    denoiser.encode_prompts((*settings.texts(), ""))
     if settings.compile:
         compile_blocks(denoiser.shard_units())
     sample_folder = SampleFolder(folder=folder, suffix="_raw" if config.raw else "", depth=0)
@@ -213,7 +222,6 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
 
 def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the run, overridden by those of the command."""
-    from halation.prompt_files import collect_prompts
     from halation.sampling.all_rank_sampler import SampleSettings
 
     if not SampleSettings.required_keys() <= recorded.keys():
@@ -223,7 +231,7 @@ def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str,
             "export it again",
         )
     overrides = {
-        "prompts": tuple(collect_prompts(config.prompts, config.prompts_file or None)) or None,
+        "prompts": config.prompts or None,
         "steps": config.sample_steps or None,
         "seed": config.sample_seed if config.sample_seed >= 0 else None,
         "same_seed": config.same_seed,
@@ -234,4 +242,9 @@ def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str,
         "threads": config.threads or None,
         "compile": config.compile,
     }
+    if config.prompts:
+        rows = parse_rows(config.prompts, config.prompt_rows)
+        recorded = {name: value for name, value in recorded.items() if name != "rows"} | (
+            {"rows": rows} if rows else {}
+        )
     return recorded | {name: value for name, value in overrides.items() if value is not None}

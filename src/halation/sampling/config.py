@@ -28,7 +28,10 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()
     """Prompts to sample, or one file of them; by default those of the run."""
     prompts_file: str = ""
-    """File of prompts (txt, csv, jsonl, parquet), sampled after those above; `-` is standard input."""
+    """File of prompts (txt, csv, jsonl, parquet), sampled after those above; `-` is standard input. Columns height,
+    width, steps, guidance_scale, negative_prompt and seed set those of one prompt."""
+    prompt_rows: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """Rows of that file with settings of their own, as JSON."""
     sample_steps: int = setting(0, low=0)
     """Denoising steps; 0 uses the setting of the run."""
     sample_seed: int = setting(-1, low=-1, high=MAX_SEED)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from halation.config import as_json, check_settings, fixed_settings
 from halation.distributed import launcher
@@ -36,7 +36,7 @@ from halation.runs import lock
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import RunFolder
-from halation.training.config import TrainConfig
+from halation.training.config import ConfigT, TrainConfig, fill_dit_defaults, missing_settings
 from halation.training.reporting import select_trackers
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 OpenRecord = Callable[[Any, str], bool]
 
 
@@ -108,7 +107,9 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
         raise InputError(f"--data {data} {what}", expected, "check the path")
     if not config.model_path:
         config = dataclasses.replace(
-            config, time_sampling=config.time_sampling or "logit_normal", time_shift=config.time_shift or 1.0
+            fill_dit_defaults(config),
+            time_sampling=config.time_sampling or "logit_normal",
+            time_shift=config.time_shift or 1.0,
         )
     return config
 
@@ -208,9 +209,11 @@ def resolve_common_settings(config: ConfigT, default_size: tuple[int, int]) -> C
             eval_metrics=tuple(dict.fromkeys(config.eval_metrics or usual)),
         )
         fid_conflict("eval_").check(config)
-    prompts = tuple(collect_prompts(config.sample_prompts, config.sample_prompts_file or None))
+    prompts, rows = collect_prompts(config.sample_prompts, config.sample_rows, config.sample_prompts_file or None)
     size = tuple(size) * 2 if len(size) == 1 else tuple(size)
-    return dataclasses.replace(config, image_size=size, sample_prompts=prompts, sample_prompts_file="")
+    return dataclasses.replace(
+        config, image_size=size, sample_prompts=prompts, sample_rows=rows, sample_prompts_file=""
+    )
 
 
 def open_record(config: TrainConfig, device: str) -> bool:
@@ -233,8 +236,10 @@ def open_session_record(
     facts = {f"{name} version": version(name) for name in libraries} | facts
     if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
-    fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
-    is_new = runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    missing = missing_settings(config)  # recorded by the ranks, which know model, data and memory
+    fixed = {name: value for name, value in fixed_settings(config).items() if name not in missing}
+    fixed |= facts | {"device": device.split(":")[0]}
+    is_new = runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes, missing=missing)
     if hub_fact := read_hub_fact(config.model_path):
         runs.record_facts(run, hub_fact, config.accept_changes)
     return is_new

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+
+import tyro
 
 from halation.config import ABOVE_ZERO, BELOW_ONE, MAX_SEED, Conflict, free_setting, setting
 from halation.evaluation.config import EvaluateConfig, Metric
 from halation.generation.config import MaybeText
 
+DIT_DEFAULTS: Mapping[str, Any] = {
+    "n_steps": 20_000,
+    "batch_size": 32,
+    "accumulate": 1,
+    "lr": 1e-4,
+    "warmup_steps": 0,
+    "dtype": "fp32",
+    "ckpt_every": 1000,
+    "sample_steps": 10,
+}
+"""Defaults of settings that have others when a pipeline is fine-tuned (`training.pipeline_finetuning`)."""
+PromptRows = Annotated[tuple[str, ...], tyro.conf.Suppress]
+if TYPE_CHECKING:  # None means "not given"; all of them have a value before a session reads them
+    ResolvedInt: TypeAlias = int
+    ResolvedFloat: TypeAlias = float
+    ResolvedDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
+else:
+    ResolvedInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+    ResolvedFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+    ResolvedDtype = Literal["fp32", "bf16", "fp16"] | None
 ONLY_FOR_PIPELINES = (
     *("lora_rank", "lora_alpha", "lora_targets", "aspect_buckets", "weights_dtype", "revision", "variant"),
 )
@@ -77,16 +101,21 @@ class TrainConfig:
     vae: str = setting("")
     """Folder of a diffusers AutoencoderKL: train on its latents. Empty: train on pixels."""
     # -- optimisation
-    n_steps: int = setting(20_000, change="grows", low=1)
-    """Total number of optimizer steps; it may be raised when a run is resumed."""
-    batch_size: int = setting(32, low=1)
-    """Micro-batch size per rank. The global batch, batch_size * ranks * accumulate, is fixed for the run."""
-    accumulate: int = setting(1, low=1)
-    """Gradient accumulation: micro-batches whose gradients are summed before a step."""
-    lr: float = setting(1e-4, low=ABOVE_ZERO)
-    """Learning rate after warm-up."""
-    warmup_steps: int = setting(0, low=0)
-    """Steps over which the learning rate rises from zero."""
+    n_steps: ResolvedInt = setting(None, change="grows", low=1)
+    """Total number of optimizer steps; it may be raised when a run is resumed. By default 20,000, or for a fine-tuned
+    pipeline by the number of images."""
+    batch_size: ResolvedInt = setting(None, low=1)
+    """Micro-batch size per rank. The global batch, batch_size * ranks * accumulate, is fixed for the run. By default
+    32, or for a fine-tuned pipeline by memory and number of images."""
+    accumulate: ResolvedInt = setting(None, low=1)
+    """Gradient accumulation: micro-batches whose gradients are summed before a step; by default 1, or for a fine-tuned pipeline without
+    --batch_size as many as the global batch needs."""
+    lr: ResolvedFloat = setting(None, low=ABOVE_ZERO)
+    """Learning rate after warm-up; by default 1e-4, or for a fine-tuned pipeline that of its family, with or without
+    LoRA."""
+    warmup_steps: ResolvedInt = setting(None, low=0)
+    """Steps over which the learning rate rises from zero; by default 0, or for a fine-tuned pipeline a tenth of the
+    steps, at most 100."""
     decay_steps: int = setting(0, low=0)
     """Steps after warm-up over which the learning rate falls to zero along a cosine; 0 keeps it constant."""
     weight_decay: float = setting(0.0, low=0)
@@ -109,8 +138,9 @@ class TrainConfig:
     seed: int = setting(0, low=0, high=MAX_SEED)
     """Seed of the initial weights, the order of the data and all training noise."""
     # -- precision, speed and memory
-    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32")
-    """Mixed precision: the precision of the forward and backward pass."""
+    dtype: ResolvedDtype = setting(None)
+    """Mixed precision: the precision of the forward and backward pass; by default fp32, or for a fine-tuned pipeline bf16 on a GPU that
+    computes in it."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
     """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small
     updates are lost. The EMA is float32 either way."""
@@ -162,8 +192,9 @@ class TrainConfig:
     """Images held out for the validation loss (at most 5 % of a folder)."""
 
     # -- checkpoints and logs
-    ckpt_every: int = free_setting(1000, low=0)
-    """Steps between checkpoints that are kept; 0 writes none of them."""
+    ckpt_every: ResolvedInt = free_setting(None, low=0)
+    """Steps between checkpoints that are kept; 0 writes none of them. By default 1000, or for a fine-tuned pipeline
+    about a tenth of the steps."""
     ckpt_latest_every: int = free_setting(0, low=0)
     """Steps between checkpoints of which only the newest is kept; 0 writes none of them."""
     keep_last: int = free_setting(3, low=0)
@@ -184,9 +215,12 @@ class TrainConfig:
     """Prompts to sample (validation prompts), or one file of them; by default the eight driving prompts for streets,
     captions or class names of a folder."""
     sample_prompts_file: str = free_setting("")
-    """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input."""
-    sample_steps: int = free_setting(10, low=1)
-    """Denoising steps per sample."""
+    """File of more prompts (txt, csv, jsonl, parquet), appended to --sample_prompts; `-` is standard input. Columns
+    height, width, steps, guidance_scale, negative_prompt and seed set those of one prompt."""
+    sample_rows: PromptRows = free_setting(())
+    """Rows of that file with settings of their own, as JSON."""
+    sample_steps: ResolvedInt = free_setting(None, low=1)
+    """Denoising steps per sample; by default 10, or for a fine-tuned pipeline its own default."""
     sample_seed: int = free_setting(42, low=0, high=MAX_SEED)
     """Sample k uses seed sample_seed + k at every checkpoint, so that checkpoints can be compared."""
     same_seed: bool = free_setting(False)
@@ -263,3 +297,16 @@ class TrainConfig:
             for name in ("lora_alpha", "lora_targets")
         ),
     )
+
+
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
+
+
+def missing_settings(config: TrainConfig) -> list[str]:
+    """Names of the settings in DIT_DEFAULTS that are not given and not resolved yet."""
+    return [name for name in DIT_DEFAULTS if getattr(config, name) is None]
+
+
+def fill_dit_defaults(config: ConfigT) -> ConfigT:
+    """Give missing settings the defaults of training a DiT and of distillation."""
+    return dataclasses.replace(config, **{name: DIT_DEFAULTS[name] for name in missing_settings(config)})

@@ -111,7 +111,12 @@ def evaluation_settings(
     Every image has its own seed, even with --same_seed: images from one noise would be less varied than the model's.
     """
     return dataclasses.replace(
-        samples, prompts=tuple(islice(cycle(prompts), num_images)), steps=steps, batch_size=batch_size, same_seed=False
+        samples,
+        prompts=tuple(islice(cycle(prompts), num_images)),
+        rows=(),
+        steps=steps,
+        batch_size=batch_size,
+        same_seed=False,
     )
 
 

@@ -574,3 +574,28 @@ def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine,
         ) from error
     finally:
         engine.reshard()
+
+
+def num_images_that_fit(world: World, config: TrainConfig, denoiser: Denoiser) -> int:
+    """Estimate the images of a micro-batch that fit beside weights, gradients, optimizer and EMA; at least 1.
+
+    The model is not on its device yet. `batch_error` rejects only hopeless batches; here no batch should be too large.
+    """
+    cost = ImageCost(
+        flops=denoiser.flops_per_image(),
+        hidden_size=denoiser.hidden_size,
+        num_blocks=denoiser.num_blocks,
+        num_values=math.prod(denoiser.sample_shape(*config.image_size)),
+        dtype=config.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    parameters = list(denoiser.module.parameters())
+    state = sum(3 * each.numel() * each.element_size() + 4 * each.numel() for each in parameters if each.requires_grad)
+    if world.device.type == "cuda":
+        state += sum(each.numel() * each.element_size() for each in parameters)
+    if config.engine in ("fsdp", "deepspeed"):
+        state //= world.size
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+    free = min(world.all_gather_object(free_bytes(world.device, num_sharing)))
+    per_image = max(cost.activation_bytes(), cost.bytes_on(world.device))
+    return max(1, int(0.8 * (free - state) / per_image))

@@ -151,9 +151,10 @@ class PeriodicTasks:
         )
         self._run_tasks(step, loss, tasks, self._sample_folder(step, num_ranks))
 
-    def draw_samples(self, step: int, loss: float) -> None:
+    def draw_samples(self, step: int, loss: float | None) -> None:
         """Sample at a step that is not scheduled, into a folder of the step; run no other task.
 
+        Step 0 is before the first step, and has no loss.
         File names by epoch are reserved for the scheduled step of the epoch.
         """
         sample_folder = SampleFolder(folder=self.run.samples_at(step), naming=self._naming(), label=self._label())
@@ -161,7 +162,7 @@ class PeriodicTasks:
             sample_folder.clear()  # an earlier start that never saved this step may have left files
         self._run_tasks(step, loss, ["samples", *(["raw"] if self.config.sample_raw else [])], sample_folder)
 
-    def _run_tasks(self, step: int, loss: float, tasks: list[str], sample_folder: SampleFolder) -> None:
+    def _run_tasks(self, step: int, loss: float | None, tasks: list[str], sample_folder: SampleFolder) -> None:
         if "samples" in tasks and self.world.is_rank_zero:
             self._write_empty_index(step, sample_folder)
         drawn: list[tuple[SampleFolder, list[SampleRow]]] = []
@@ -360,7 +361,9 @@ class PeriodicTasks:
         self.print_line(f"evaluation of step {step}: {summary}{few}")
         log.info("evaluation of step %d in %.1f s: %s", step, report["seconds"], summary)
 
-    def _publish_samples(self, step: int, loss: float, drawn: list[tuple[SampleFolder, list[SampleRow]]]) -> None:
+    def _publish_samples(
+        self, step: int, loss: float | None, drawn: list[tuple[SampleFolder, list[SampleRow]]]
+    ) -> None:
         """Write grid and index, and log the images to the trackers, one tag per prompt."""
         (sample_folder, rows), *others = drawn
         comparison = None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from halation.config import fixed_settings
 from halation.data import text_cache as cache
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.text_cache import Encode
@@ -19,8 +21,8 @@ from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
 from halation.errors import HalationError, InputError, os_error_message
 from halation.models.denoiser import Denoiser
 from halation.progress import delayed_progress
-from halation.runs.run_folder import RunFolder
-from halation.training.config import TrainConfig
+from halation.runs.run_folder import RunFolder, read_record, record_facts
+from halation.training.config import DIT_DEFAULTS, TrainConfig, missing_settings
 
 if TYPE_CHECKING:
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
@@ -50,6 +52,126 @@ def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser
         seed=config.seed,
         stays_on_cpu=device.type == "cpu",
     )
+
+
+def read_recorded_settings(world: World, config: TrainConfig, run: RunFolder) -> TrainConfig:
+    """Give missing settings the values of the run's record, if it has some; choose the precision before opening."""
+    names = missing_settings(config)
+    if not names:
+        return config
+
+    def read_settings(_heartbeat: Callable[[], None]) -> dict[str, Any]:
+        settings = read_record(run).get("settings") or {}
+        return {name: settings[name] for name in names if settings.get(name) is not None}
+
+    recorded = run_on_rank_zero(world, "reading the record", read_settings, config.dist_timeout_s)
+    if "dtype" in names and "dtype" not in recorded:
+        recorded["dtype"] = "bf16" if all(world.all_gather_object(_computes_in_bf16(world.device))) else "fp32"
+    return dataclasses.replace(config, **recorded)
+
+
+def _computes_in_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def resolve_defaults(
+    world: World,
+    given: TrainConfig,
+    run: RunFolder,
+    denoiser: Denoiser,
+    num_images: int,
+    num_fitting: Callable[[], int],
+) -> TrainConfig:
+    """Give the settings that are still missing the defaults of this model and these images, and record them.
+
+    `given` has the precision. `num_fitting` is collective and returns the images of a micro-batch that fit into memory.
+    """
+    names = missing_settings(given)
+    if not names:
+        return given
+    from halation.models.pipelines.training.denoiser import PipelineDenoiser
+
+    assert isinstance(denoiser, PipelineDenoiser)
+    config = given
+    if "batch_size" in names or "accumulate" in names:
+        fitting = num_fitting() if "batch_size" in names else given.batch_size
+        target = TARGET_BATCHES[bool(given.lora_rank)]
+        batch_size, accumulate = choose_batch(given, target, num_images, world.size, fitting)
+        config = dataclasses.replace(config, batch_size=batch_size, accumulate=accumulate)
+    if "n_steps" in names:
+        global_batch = config.batch_size * config.accumulate * world.size
+        config = dataclasses.replace(config, n_steps=choose_num_steps(num_images, global_batch, bool(given.lora_rank)))
+    defaults: dict[str, Any] = {
+        "lr": denoiser.default_learning_rate,
+        "warmup_steps": min(MAX_WARMUP_STEPS, config.n_steps // 10),
+        "ckpt_every": next((every for every in CHECKPOINT_INTERVALS if 10 * every >= config.n_steps), 1000),
+        "sample_steps": denoiser.default_steps,
+    }
+    config = dataclasses.replace(config, **{name: defaults[name] for name in names if name in defaults})
+    settings = {name: getattr(config, name) for name in DIT_DEFAULTS}
+    fixed = fixed_settings(config)
+
+    def record_settings(_heartbeat: Callable[[], None]) -> None:
+        facts = {name: value for name, value in settings.items() if name in fixed}
+        record_facts(run, facts, config.accept_changes, settings)
+
+    run_on_rank_zero(world, "recording the settings", record_settings, config.dist_timeout_s)
+    return config
+
+
+TARGET_BATCHES = {True: 4, False: 32}
+"""Global batch with adapters, and with all weights; DreamBooth scripts use 1 to 4, fine-tuning on large data sets 32
+and more."""
+EPOCHS = {True: 100, False: 50}
+STEP_LIMITS = {True: (500, 4_000), False: (1_000, 20_000)}
+"""Fewest and most steps: a handful of images needs more epochs, and a large data set fewer."""
+MAX_WARMUP_STEPS = 100
+CHECKPOINT_INTERVALS = (10, 25, 50, 100, 250, 500, 1000)
+
+
+def choose_batch(
+    config: TrainConfig, target: int, num_images: int, num_ranks: int, num_fitting: int
+) -> tuple[int, int]:
+    """Return micro-batch size and accumulation for about `target` images in a step, where they are not given.
+
+    A micro-batch is the largest power of two that fits. A small data set gets smaller steps: at least eight an epoch.
+    """
+    target = _power_of_two(min(target, max(1, num_images // 8)))
+    asked = config.accumulate or 1
+    batch_size = config.batch_size or _power_of_two(max(1, min(num_fitting, target // (num_ranks * asked))))
+    if config.batch_size or config.accumulate:
+        return batch_size, asked
+    return batch_size, max(1, target // (batch_size * num_ranks))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def choose_num_steps(num_images: int, global_batch: int, lora: bool) -> int:
+    """Return the number of steps for this number of images, a multiple of 50."""
+    low, high = STEP_LIMITS[lora]
+    return min(high, max(low, -(-EPOCHS[lora] * num_images // (50 * global_batch)) * 50))
+
+
+def describe_defaults(given: TrainConfig, config: TrainConfig, family: str, guidance_scale: float) -> str:
+    """One line with the settings that were not given."""
+    names = missing_settings(given)
+    texts = {
+        "lr": f"lr {config.lr:g}",
+        "dtype": config.dtype,
+        "batch_size": f"batch {config.batch_size}",
+        "accumulate": f"accumulate {config.accumulate}",
+        "n_steps": f"{config.n_steps} steps",
+        "warmup_steps": f"warm-up {config.warmup_steps}",
+        "ckpt_every": f"a checkpoint every {config.ckpt_every} steps",
+        "sample_steps": f"samples in {config.sample_steps} steps",
+    }
+    words = [text for name, text in texts.items() if name in names]
+    if given.guidance_scale is None:
+        words.append(f"guidance {guidance_scale:g}")
+    kind = "LoRA" if config.lora_rank else "full training"
+    return f"defaults for {family} {kind}: {', '.join(words)}"
 
 
 def bucket_multiple(config: TrainConfig, denoiser: PipelineDenoiser) -> int:

@@ -42,7 +42,7 @@ from halation.training import (
     reporting,
     training_task,
 )
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, missing_settings
 from halation.training.loop import StepReport, StepSettings, TrainState, train_steps
 from halation.training.periodic_tasks import CheckpointSchedule, PeriodicTasks, remove_reports_after
 from halation.training.reporting import ThroughputWindow
@@ -82,15 +82,27 @@ class TrainingSession:
         rng.seed_all(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.global_batch = build_components.resolve_global_batch(world, config, self.folder)
-        build_components.check_engine_settings(
-            config.engine, world, build_components.engine_settings(world, config, self.global_batch)
-        )
+        given = config
+        self.task.config = config = pipeline_finetuning.read_recorded_settings(world, config, self.folder)
+        is_complete = not missing_settings(config)
+        self._resolve_global_batch(config)
         self.task.open()
         self.denoiser, self.source = self.task.denoiser, self.task.source
+        self.task.config = pipeline_finetuning.resolve_defaults(
+            world,
+            config,
+            self.folder,
+            self.denoiser,
+            self.source.num_train,
+            lambda: memory_fit_check.num_images_that_fit(world, self.task.config, self.denoiser),
+        )
+        self._resolve_global_batch(self.task.config)
         self.config = config = self.task.resolve_num_steps(self.global_batch)
         memory_fit_check.check_weights_fit(world, config, self.denoiser)
         self.sample_settings = settings = self.task.sample_settings()
+        if world.is_rank_zero and not is_complete:
+            guidance = settings.guidance_scale
+            log.warning("%s", pipeline_finetuning.describe_defaults(given, config, self.denoiser.name, guidance))
         num_drawn = len(settings.prompts) if config.sample_all else world.size
         self.checkpoint_settings = dataclasses.replace(settings, prompts=settings.prompts[:num_drawn])
         self.evaluator: evaluation.TrainingEvaluator | None = None
@@ -99,7 +111,7 @@ class TrainingSession:
                 self.evaluator = evaluation.TrainingEvaluator(world, config, self.folder, self.source, settings)
                 self.evaluator.prepare()
         if config.model_path:
-            prompts = (*settings.prompts, *(self.evaluator.settings.prompts if self.evaluator else ()))
+            prompts = (*settings.texts(), *(self.evaluator.settings.prompts if self.evaluator else ()))
             with log_duration("encoding texts"):
                 pipeline_finetuning.cache_texts(world, config, self.folder, self.denoiser, self.source, prompts)
         self.task.prepare(self.checkpoint_settings)
@@ -118,6 +130,17 @@ class TrainingSession:
             epoch_interval=self.task.epoch_interval,
         )
         self.is_prepared = True
+
+    def _resolve_global_batch(self, config: TrainConfig) -> None:
+        """Record the global batch and check the engine's settings, before loading the model if it is known by then."""
+        if not {"batch_size", "accumulate"} & set(missing_settings(config)):
+            self.global_batch = build_components.resolve_global_batch(self.world, config, self.folder)
+        elif config.engine == "deepspeed":  # its JSON file may contain the batch
+            return
+        else:
+            config, self.global_batch = dataclasses.replace(config, batch_size=1, accumulate=1), self.world.size
+        settings = build_components.engine_settings(self.world, config, self.global_batch)
+        build_components.check_engine_settings(config.engine, self.world, settings)
 
     def _build_networks(self) -> None:
         self.denoiser.module.train()
@@ -199,6 +222,8 @@ class TrainingSession:
                     self.task, config, self.engine, self.checkpoint_settings, self.global_batch, resumed_at
                 )
             try:
+                if fresh and config.sample and self.sample_settings.prompts and self.task.has_initial_samples():
+                    self.periodic_tasks.draw_samples(0, None)
                 if not fresh:
                     self._after_save(self.train_state.step)
                     self._evaluate(self.train_state.step, saved=True)

@@ -28,6 +28,8 @@ from halation.flow.seeded_noise import training_draw
 from halation.logging_setup import log_duration
 from halation.models.autoencoder import LatentSpace, PixelSpace
 from halation.models.denoiser import PIPELINE_SCHEDULER, Condition, Denoiser, ImageSpace, PromptEncoder, null_condition
+from halation.models.dit.network import SIZES
+from halation.prompt_files import parse_rows
 from halation.runs.run_folder import RunFolder
 from halation.sampling.all_rank_sampler import SampleSettings
 from halation.sampling.sample_folder import SampleFolder
@@ -106,8 +108,9 @@ class TrainingTask:
         prompts = config.sample_prompts or self._default_prompts()
         if self.source.class_names and not config.model_path:
             self.denoiser.encode_prompts(prompts)  # raise for an unknown class now, not at the first checkpoint
-        return SampleSettings(
+        settings = SampleSettings(
             prompts=prompts,
+            rows=parse_rows(prompts, config.sample_rows),
             height=height,
             width=width,
             steps=config.sample_steps,
@@ -122,6 +125,12 @@ class TrainingTask:
             compile=config.compile,
             deterministic=config.deterministic,
         )
+        settings.check_rows(self.denoiser)
+        return settings
+
+    def has_initial_samples(self) -> bool:
+        """Return True if samples before the first step show something: the model has learned before."""
+        return bool(self.config.model_path) or self.config.model not in SIZES
 
     def prepare(self, settings: SampleSettings) -> None:
         """Hook that runs after texts are encoded and before the model is moved to its device."""

@@ -19,7 +19,7 @@ from halation.models.denoiser import Condition, FamilyDefaults, GuidanceKind, Im
 from halation.models.dit.network import DiT, DiTConfig
 from halation.models.dit.tokenizer import WordTokenizer
 from halation.models.model_folder import default_patch_size
-from halation.sample_specs import SampleBatch
+from halation.sample_specs import SampleBatch, SampleSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,10 @@ class DiTDenoiser:
                 "use that size, or train a model for the other one",
             )
         return (config.channels, config.height, config.width)
+
+    def check_spec(self, spec: SampleSpec) -> None:
+        self.sample_shape(spec.height, spec.width)
+        self.encode_prompts([spec.prompt, spec.negative_prompt])
 
     def forward(self, module: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         velocity: Tensor = module(x, t, condition)

@@ -39,7 +39,7 @@ from halation.models.pipelines.training.lora import LoraSettings, inject_lora
 from halation.models.pipelines.training.trainable_family import TrainableFamily, get_trainable_family
 from halation.models.pipelines.wan_experts import ExpertPair, transformer_names
 from halation.models.students.pipeline_student import PipelineStudent, num_tokens
-from halation.sample_specs import SampleBatch
+from halation.sample_specs import SampleBatch, SampleSpec
 
 _DEFAULT_OPTIONS = PipelineOptions(
     dtype="fp32",
@@ -296,6 +296,18 @@ class PipelineDenoiser:
         return float(call_parameters(type(self._pipe))["guidance_scale"].default)
 
     @property
+    def default_steps(self) -> int:
+        """The number of denoising steps that the pipeline uses by default; 4 for FLUX schnell, made for few steps."""
+        if self.guidance_kind == "none":
+            return 4
+        return int(call_parameters(type(self._pipe))["num_inference_steps"].default)
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The family's learning rate for adapters, or for all weights."""
+        return self.family.learning_rates[0 if self.lora is not None else 1]
+
+    @property
     def default_size(self) -> tuple[int, int]:
         """The image size that the pipeline uses by default."""
         asked = tuple(call_parameters(type(self._pipe))[name].default for name in ("height", "width"))
@@ -371,6 +383,9 @@ class PipelineDenoiser:
         self._checker.check_size(height, width)
         factor = self.space.downsampling_factor
         return (self.space.channels, height // factor, width // factor)
+
+    def check_spec(self, spec: SampleSpec) -> None:
+        self._checker.check_spec(spec)
 
     def load_text_encoders(self, device: torch.device | str) -> AbstractContextManager[text_encoding.EncodeTexts]:
         """Context with the text encoders on a device: encodes texts to rows on the CPU.

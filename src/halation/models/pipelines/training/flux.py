@@ -37,6 +37,7 @@ class FluxFamily:
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
+    learning_rates: ClassVar[tuple[float, float]] = (1e-4, 1e-5)
     time_sampling: ClassVar[TimeDistribution] = "logit_normal"
     time_shift = 1.0
 

@@ -24,6 +24,7 @@ class HunyuanFamily:
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance_kind: GuidanceKind = "pair"
     embedded_guidance = 1.0
+    learning_rates: ClassVar[tuple[float, float]] = (1e-4, 1e-5)
     time_sampling: ClassVar[TimeDistribution] = "uniform"
     time_shift = 1.0
 

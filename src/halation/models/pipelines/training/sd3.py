@@ -23,6 +23,7 @@ class SD3Family:
     )
     guidance_kind: GuidanceKind = "pair"
     embedded_guidance = 1.0
+    learning_rates: ClassVar[tuple[float, float]] = (1e-4, 1e-5)
     time_sampling: ClassVar[TimeDistribution] = "logit_normal"
 
     def __init__(self, pipe: Any) -> None:

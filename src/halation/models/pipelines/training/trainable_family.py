@@ -29,6 +29,8 @@ class TrainableFamily(Protocol):
     pipelines: ClassVar[tuple[str, ...]]
     lora_targets: ClassVar[tuple[str, ...]]
     """Name endings of the linear layers that get adapters by default: those of attention."""
+    learning_rates: ClassVar[tuple[float, float]]
+    """Default learning rates of adapters and of all weights."""
     time_sampling: ClassVar[paths.TimeDistribution]
     time_shift: float
     """Default shift of the training times."""

@@ -27,6 +27,7 @@ class WanFamily:
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance_kind: GuidanceKind = "pair"
     embedded_guidance = 1.0
+    learning_rates: ClassVar[tuple[float, float]] = (1e-4, 1e-5)
     time_sampling: ClassVar[TimeDistribution] = "logit_normal"
 
     def __init__(self, pipe: Any) -> None:
