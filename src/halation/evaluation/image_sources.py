@@ -94,6 +94,8 @@ class ImageFiles:
     """Number of images in unsupported formats."""
     digests: tuple[str, ...] | None = None
     """The SHA-256 of each file in the ledger."""
+    missing: tuple[str, ...] = ()
+    """File names of the run's images that do not exist; only with --allow_missing."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -107,7 +109,10 @@ class ImageFiles:
         path = os.fsencode(self.folder).decode(
             "utf-8", "replace"
         )  # file names may not be valid UTF-8, but the report is
-        return {"kind": self.kind, "path": path} | ({"num_left_out": self.num_left_out} if self.num_left_out else {})
+        facts: dict[str, Any] = {"kind": self.kind, "path": path}
+        if self.num_left_out:
+            facts["num_left_out"] = self.num_left_out
+        return facts | ({"num_missing": len(self.missing), "missing": list(self.missing)} if self.missing else {})
 
     def name(self, index: int) -> str:
         return str(self.folder / self.names[index])

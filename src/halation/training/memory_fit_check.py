@@ -21,6 +21,7 @@ from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
 from halation.errors import InputError
+from halation.logging_setup import ON_CONSOLE
 from halation.models.denoiser import Denoiser, TrainedModule
 from halation.sampling.all_rank_sampler import SampleSettings
 from halation.training import checkpoint_state, periodic_tasks
@@ -170,7 +171,7 @@ def warm_up(
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
     _check_batch_fits(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
-        log.warning("compiling the blocks, which takes a minute or two before the first step")
+        log.info("compiling the blocks, which takes a minute or two before the first step", extra=ON_CONSOLE)
     # Pinned memory is allocated while blocks are compiled: it stalls the GPU, so during training it would slow down
     # many steps.
     checkpoints.reserve(checkpoint_state.pinned_tensor_bytes(networks))
