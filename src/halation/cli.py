@@ -340,7 +340,9 @@ def _write_once(text: str, stream: TextIO) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     marker: int | None = None
     if error_file:
-        path = Path(error_file).parents[1] / f"halation_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+        path = (
+            Path(error_file).parents[1] / f"halation_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+        )
         try:
             marker = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError:

@@ -1,4 +1,4 @@
-"""Sets up logging: a file for each rank; warnings and selected lines of rank 0 on the console."""
+"""Sets up logging: a file for each rank; warnings and chosen lines on the console."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
 
 ON_CONSOLE = {"on_console": True}
 """For `log.info(..., extra=ON_CONSOLE)`: a line that is no warning and that users should see."""

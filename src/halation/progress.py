@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
+from halation.errors import format_count
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
@@ -431,7 +433,8 @@ class GenerationProgress(ProgressDisplay):
         if self.kind in ("plain", "json"):
             num_done, num_failed = self.num_before
             failed = f", {num_failed} failed before" if num_failed else ""
-            text = f"{num_done} of {self.num_planned} images are done{failed}; generating on {', '.join(self.workers)}"
+            text = f"{num_done} of {format_count(self.num_planned, 'image')} done{failed}; "
+            text += f"generating on {', '.join(self.workers)}"
             self.show_line(text, self._json_object("start"))
             self._thread.start()
         return self
@@ -484,7 +487,7 @@ class GenerationProgress(ProgressDisplay):
         """Set how many steps of its batch a worker has done."""
         with self.lock:
             bar = self._start_bar(worker, self.clock())
-            bar.state, bar.end_time = f"drawing {steps_done} of {steps_total} steps", None
+            bar.state, bar.end_time = f"drawing {steps_done} of {format_count(steps_total, 'step')}", None
 
     def add_images(self, worker: str, success: int, failed: int) -> None:
         """Add finished and failed images to a worker's counts."""
@@ -545,7 +548,7 @@ class GenerationProgress(ProgressDisplay):
         bar = self.overall()
         per_s = bar.per_s(self.clock())
         speed = "" if per_s is None else format_speed(per_s)
-        parts = [f"{bar.num_succeeded} of {bar.total} images", f"{bar.num_failed} failed", speed, when]
+        parts = [f"{bar.num_succeeded} of {format_count(bar.total, 'image')}", f"{bar.num_failed} failed", speed, when]
         by_worker = ", ".join(f"{worker}: {each.num_finished}" for worker, each in self.workers.items())
         return ", ".join(part for part in parts if part) + (f" ({by_worker})" if by_worker else "")
 

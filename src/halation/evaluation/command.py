@@ -175,7 +175,10 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
         resize = measured["resize"] if measured["resize"] in ("clean", "tf", "torch") else "its own"
         features = f"{measured['extractor']}, {resize}, {measured['precision']}"
         table.add_row(
-            measured["name"] + (" *" if measured["few"] else "") + (" †" if missing else ""), escape(value), measured["better"], escape(features)
+            measured["name"] + (" *" if measured["few"] else "") + (" †" if missing else ""),
+            escape(value),
+            measured["better"],
+            escape(features),
         )
     console.print(table)
     notes: dict[str, list[str]] = {}

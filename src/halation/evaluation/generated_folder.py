@@ -114,9 +114,7 @@ def _check_missing(missing: int, planned: int, failed: int, allow_missing: bool)
     )
 
 
-def _open_run(
-    folder: Path, rows: Iterable[dict[str, Any]], missing: Sequence[str], allow_missing: bool
-) -> ImageFiles:
+def _open_run(folder: Path, rows: Iterable[dict[str, Any]], missing: Sequence[str], allow_missing: bool) -> ImageFiles:
     names, prompts, digests = [], [], []
     for row in rows:
         if row["frames"] != 1:
@@ -143,7 +141,9 @@ def _open_run(
     if missing or absent:
         missing = [*missing, *sorted(absent)]
         log.warning(
-            "--generated: %s of %s missing; scoring the others", len(missing), format_count(len(kept) + len(missing), "image")
+            "--generated: %s of %s missing; scoring the others",
+            len(missing),
+            format_count(len(kept) + len(missing), "image"),
         )
     return ImageFiles(
         kind="run",
@@ -196,7 +196,8 @@ def match_prompts(files: ImageFiles, prompts: str, seed_start: int) -> ImageFile
     if unmatched:
         shown = ", ".join(unmatched[:NUM_SHOWN]) + (" ..." if len(unmatched) > NUM_SHOWN else "")
         raise InputError(
-            f"{len(unmatched)} of {format_count(len(files), 'image')} cannot be matched to one prompt of {prompts}: {shown}",
+            f"{len(unmatched)} of {format_count(len(files), 'image')} cannot be matched to one prompt of {prompts}: "
+            f"{shown}",
             "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list "
             "(six digits from 000001 if it has none)",
             "give the prompt list of the images and, if an id has several prompts, "

@@ -18,7 +18,7 @@ from halation.csv_jsonl_reader import csv_rows, decode_blocks, json_rows, read_t
 from halation.data import decode, image_annotations
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import MAX_FOLDER_ENTRIES, data_folder, walk_folder
 from halation.runs.run_folder import hash_json
 
@@ -336,8 +336,11 @@ def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] 
         return None, error.found
     absent = texts.keys() - set(names)
     if absent:
-        log.warning("%s lists %d images that do not exist, such as %s", path, len(absent), min(absent))
+        log.warning("%s lists %s without a file, such as %s", path, format_count(len(absent), "image"), min(absent))
     missing = [name for name in names if name not in texts]
     if missing:
-        return None, f"{path} has no text for {len(missing)} of {len(names)} images, such as {missing[0]}"
+        return (
+            None,
+            f"{path} has no text for {len(missing)} of {format_count(len(names), 'image')}, such as {missing[0]}",
+        )
     return tuple(texts[name] for name in names), ""

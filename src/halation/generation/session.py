@@ -16,7 +16,7 @@ from typing import Any
 
 from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.errors import InputError, Interrupted
+from halation.errors import InputError, Interrupted, format_count
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest, RequestDefaults
@@ -126,7 +126,11 @@ class GenerationSession:
             self.config.num_inference_steps or self.model_ref.steps,
         )
         if truncation_step is not None and truncation_step >= steps:
-            log.warning("--cfg_truncation_step %d has no effect: there are only %d steps", truncation_step, steps)
+            log.warning(
+                "--cfg_truncation_step %d has no effect: there are only %s",
+                truncation_step,
+                format_count(steps, "step"),
+            )
         if prompts.ignored_columns:
             log.warning("%s: unknown columns are ignored: %s", prompts.name, ", ".join(prompts.ignored_columns))
         self._check_ledger(prompts)
@@ -220,7 +224,7 @@ class GenerationSession:
         """Reopen done rows whose files are missing or, with --verify, damaged."""
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
-            log.warning("%d images are done but their files are missing: generating them again", len(missing))
+            log.warning("%s done, but without a file: generating again", format_count(len(missing), "image"))
             self._reopen(missing)
         if self.config.verify:
             damages = self._verify()
@@ -293,8 +297,8 @@ class GenerationSession:
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
-                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images missing; "
-                    "run the same command to generate them",
+                    f"stopped with {left['planned'] - left['done']} of {format_count(left['planned'], 'image')} "
+                    "missing; run the same command to generate them",
                     exit_code(signals.number),
                 )
         else:
@@ -411,7 +415,7 @@ class GenerationSession:
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
             rate = f", {stats.num_drawn} generated now in {stats.elapsed_s:.0f} s" if stats else ", all already done"
-            lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
+            lines = [f"{counts['done']} of {format_count(counts['planned'], 'image')} in {self.folder}{rate}"]
             for reason, number in list(metadata_and_summary.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
             if missing:

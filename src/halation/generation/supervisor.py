@@ -338,7 +338,8 @@ class Supervisor:
             and not any(state.num_done for state in self.workers)
         ):
             raise HalationError(
-                f"the first {format_count(num_failed, 'image')} all failed with: {next(iter(self.failure_reasons.values()))}\n"
+                f"the first {format_count(num_failed, 'image')} all failed with: "
+                f"{next(iter(self.failure_reasons.values()))}\n"
                 "no image was generated; fix the cause and run the same command again"
             )
 

@@ -20,7 +20,7 @@ from halation import work_division
 from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.logging_setup import ON_CONSOLE
 from halation.models.denoiser import Denoiser, TrainedModule
 from halation.sampling.all_rank_sampler import SampleSettings
@@ -187,7 +187,7 @@ def warm_up(
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
         raise InputError(
-            f"a batch of {rows} images does not fit into the memory of {world.device}",
+            f"a batch of {format_count(rows, 'image')} does not fit into the memory of {world.device}",
             "a batch that fits",
             batch_size_hint(max(1, rows // 2), 2 * config.accumulate),
         ) from error
@@ -268,7 +268,8 @@ def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine,
             denoising_objective(task.denoiser)(task.denoiser.module, TrainingTask.dummy_batch(task, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"a forward of {num_rows} rows does not fit into the memory of {task.world.device} beside training",
+            f"a forward of {format_count(num_rows, 'row')} does not fit into the memory of {task.world.device} "
+            "beside training",
             "enough free memory for it",
             hint,
         ) from error

@@ -23,7 +23,7 @@ from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
-from halation.errors import HalationError, InputError, Interrupted, RankFailure
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, format_count
 from halation.flow.ema import Ema
 from halation.logging_setup import log_duration
 from halation.models.denoiser import compile_blocks
@@ -206,8 +206,13 @@ class TrainingSession:
     def _train(self) -> None:
         config, world = self.config, self.world
         number, rows = work_division.micro_batch_layout(self.global_batch, world.size, config.batch_size)
-        micro = f"{number} micro-batch{'es' if number > 1 else ''}"
-        log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
+        log.info(
+            "global batch %d: %s of %s on %s",
+            self.global_batch,
+            format_count(number, "micro-batch"),
+            format_count(rows, "row"),
+            f"each of {world.size} ranks" if world.size > 1 else "1 rank",
+        )
         loader = self.task.open_loader(self.train_state, self.global_batch)
         self.cleanup.callback(loader.close)
         settings = StepSettings(

@@ -91,7 +91,8 @@ class CheckpointWatcher:
             else:
                 self._wait_for_next_scan()
         raise Interrupted(
-            f"stopped with {format_count(len(self.list_waiting()), 'checkpoint')} waiting; run the same command to resume",
+            f"stopped with {format_count(len(self.list_waiting()), 'checkpoint')} waiting; "
+            "run the same command to resume",
             exit_code(self.signals.number),
         )
 
@@ -161,7 +162,9 @@ class CheckpointWatcher:
         checkpoint = waiting[0]
         self.state.waiting.discard(checkpoint.name)  # no warning if its folder is removed from now on
         if len(waiting) > 1:
-            self.progress.show_event("message", f"{format_count(len(waiting), 'checkpoint')} waiting; scoring the oldest first")
+            self.progress.show_event(
+                "message", f"{format_count(len(waiting), 'checkpoint')} waiting; scoring the oldest first"
+            )
         try:
             self.score_checkpoint(checkpoint)
         except ScoringError as error:
