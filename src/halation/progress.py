@@ -265,7 +265,7 @@ class ProgressDisplay:
             for name, column_width in columns.items():
                 justify: Any = "left" if name in ("label", "bar", "state", "words") else "right"
                 grid.add_column(width=column_width, no_wrap=True, overflow="crop", justify=justify)
-            cells = {
+            cells: dict[str, RenderableType] = {
                 "label": Text(bar.label, style="bold" if bar is last else ""),
                 "bar": ProgressBar(total=max(bar.total, 1), completed=bar.num_finished, width=columns.get("bar")),
                 "count": f"{bar.num_finished}/{max(bar.total, bar.num_finished)}",
@@ -276,7 +276,7 @@ class ProgressDisplay:
                 "state": Text(bar.state, style="dim"),
                 "words": Text(bar.state, style="yellow" if columns != widths else ""),
             }
-            grid.add_row(*(cells[name] for name in columns))
+            grid.add_row(*[cells[name] for name in columns])
             return grid
 
         *others, last = bars
