@@ -115,8 +115,8 @@ def fit_columns(wanted: Mapping[str, int], label_width: int, width: int) -> dict
     the time left. Widths depend on the plan and the terminal but not on progress, so that columns do not move.
     """
     needed = sum(column_width + 1 for column_width in list(wanted.values())[:2])
-    chosen = {"label": min(label_width, max(width - 1 - needed, MIN_LABEL))}
-    room = width - 1 - chosen["label"]  # the last column stays empty: some terminals wrap a full line
+    chosen = {"label": min(label_width, max(width - needed, MIN_LABEL))}
+    room = width - chosen["label"]
     for name, column_width in wanted.items():
         least = min(column_width, MIN_WORDS) if name == "words" else column_width
         if 0 < least < room:
@@ -258,7 +258,7 @@ class ProgressDisplay:
             columns = dict(widths)
             if "state" in wanted.keys() - widths and bar.state and not bar.is_drawing and bar.num_finished < bar.total:
                 used = {name: widths[name] for name in ("label", "count") if name in widths}
-                columns = used | {"words": max(width - 1 - sum(used.values()) - len(used), 1)}
+                columns = used | {"words": max(width - sum(used.values()) - len(used), 1)}
             left = format_clock(bar.remaining_s(now))
             elapsed, per_s = format_clock((bar.end_time or now) - self.start_time), bar.per_s(now)
             grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)

@@ -243,9 +243,7 @@ def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytes
 def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:
     captioned(tmp_path, 100)
     (tmp_path / "0005.png").write_bytes(b"no image")
-    with pytest.raises(
-        InputError, match=r"1 of 100 images of .* cannot be read:\n    0005.png: its content is not"
-    ):
+    with pytest.raises(InputError, match=r"1 of 100 images of .* cannot be read:\n    0005.png: its content is not"):
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
         (tmp_path / f"{index:04d}.png").write_bytes(b"no image")

@@ -166,7 +166,7 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
         return
     table = Table()
     for heading in ("metric", "value", "better", "features"):
-        table.add_column(heading, justify="right" if heading == "value" else "left")
+        table.add_column(heading, justify="right" if heading == "value" else "left", overflow="fold")
     for measured in report["metrics"].values():
         shown = measured["value"] if abs(measured["value"]) > DISPLAY_TOLERANCE else 0.0
         value = f"{shown:.4g}" + (f" ± {measured['std']:.2g}" if measured["std"] is not None else "")
