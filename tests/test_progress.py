@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from halation.distributed.stop_signals import StopSignals
 from halation.progress import (
     GenerationProgress,
     StepProgress,
@@ -31,6 +32,7 @@ from halation.progress import (
     format_duration,
     format_speed,
 )
+from support.terminal import Terminal
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -254,12 +256,82 @@ def test_workers_that_do_not_fit_are_told_in_one_line(num_workers: int, height: 
         assert len(lines) <= max(height, 2)
 
 
-def test_in_a_narrow_terminal_a_worker_that_does_not_draw_says_why_in_its_bar() -> None:
+def test_in_a_narrow_terminal_a_worker_that_does_not_draw_says_why() -> None:
     progress, _ = busy(2)
     progress.set_state("GPU 1", "compiling")
     first, second, _ = (ESCAPE.sub("", line) for line in drawn(progress, 60, 30))
     assert "compiling" not in first
-    assert second.startswith("GPU 1 compiling ")
+    assert second.split() == ["GPU", "1", "102/250", "compiling"]
+
+
+@pytest.mark.parametrize("total", [8, 20_000, 1_000_000])
+@pytest.mark.parametrize("width", range(40, 140))
+def test_a_step_bar_has_step_total_and_time_left_from_40_columns_on(width: int, total: int) -> None:
+    """At every width: step, total and time left; with room for more first the rate, then the rest."""
+    progress, clock = StepProgress("none", total, 0), Clock()
+    progress.clock, progress.start_time, progress.bar.rate_start = clock, clock.now, clock.now
+    clock.now += 36_000
+    progress.update(total // 2, "mean loss 0.1234", {}, images_per_s=59.3)
+    line = ESCAPE.sub("", drawn(progress, width, 24)[0])
+    assert len(line) <= width
+    assert re.match(rf"training\b.* {total // 2}/{total} ", line)
+    assert "10:00:00" in line, "ten hours are left"
+    shown = [name for name in ("59.3 img/s", "mean loss 0.1234", "10:00:00<10:00:00") if name in line]
+    assert shown[:1] in ([], ["59.3 img/s"])
+    assert len(shown) == 3 or width < 100
+
+
+@pytest.mark.parametrize("width", range(40, 140))
+def test_bars_of_workers_have_count_and_time_left_from_40_columns_on(width: int) -> None:
+    progress, _ = busy(2)
+    for line in (ESCAPE.sub("", line) for line in drawn(progress, width, 24)):
+        assert len(line) <= width
+        assert re.search(r" (\d+/250 .*\b02:[23]\d|1205/5000 .*\b31:18)\b", line)
+        assert re.search(r"\b[12]\.0/s", line)
+        assert ("success: " in line and "failed: " in line) or width < 60
+
+
+def test_long_times_are_not_cut() -> None:
+    progress, clock = busy(1)
+    clock.now += 40 * 3600
+    assert all(re.search(r" 40:01:40<\S+ ", ESCAPE.sub("", line)) for line in drawn(progress, 140, 24))
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_ctrl_c_leaves_no_copy_of_a_step_bar(width: int, presses: int) -> None:
+    """The terminal writes `^C` where the cursor is; the bar must not be drawn beside what that leaves."""
+    with Terminal([sys.executable, __file__, "auto", "0", "0", "stop"], width) as terminal:
+        terminal.read_until(lambda text: re.search(r"training .*[1-9]\d*/600", text))
+        for _ in range(presses):
+            terminal.press(b"\x03")
+            terminal.read_until(lambda text: "stopping" in text)
+        code = terminal.finish(60)
+    lines = [line for line in terminal.screen.lines() if line != "stopping"]
+    assert terminal.screen.is_cursor_visible
+    if presses == 1:
+        bar, last = lines
+        assert re.fullmatch(r"training .* \d+/600 .*", bar)
+        assert bar.count("00:00") == 0
+        assert "-:--" in bar
+        assert (last, code) == ("stopped", 0)
+    else:
+        message = "halation: stopped immediately; the same command resumes from what it has saved"
+        assert "".join(lines).replace(" ", "") == message.replace(" ", "")
+        assert code == 130
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_ctrl_c_leaves_no_copy_of_the_bars_of_workers(width: int) -> None:
+    with Terminal([sys.executable, __file__, "auto", "3", "0", "stop"], width) as terminal:
+        terminal.read_until(lambda text: re.search(r"all .*[1-9]\d*/1750", text))
+        terminal.press(b"\x03\x03\x03\x03")
+        assert terminal.finish(60) == 0
+    lines = [line for line in terminal.screen.lines() if line != "stopping"]
+    assert [line.split()[0] for line in lines] == ["GPU", "GPU", "GPU", "all", "stopped"]
+    assert not any("00:00" in line.partition("<")[2] for line in lines)
+    assert all("-:--" in line or "stopped" in line for line in lines)
+    assert terminal.screen.is_cursor_visible
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -287,10 +359,11 @@ def test_a_step_bar_stays_in_its_line_and_shows_what_fits(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert lines.count("checkpoint of step 300\\x1b[2J") == 1
     last = [line for line in lines if line][-1]
-    assert re.match(r"training \S+ +600/600", last)
-    assert bool(re.search(r" \d\d:\d\d<00:00", last)) == (width >= 60)
+    assert re.match(r"training (\S+ +)?600/600", last)
+    assert bool(re.search(r" \d\d:\d\d<00:00", last)) == (width >= 100)
+    assert "00:00" in last
+    assert "600 img/s" in last
     assert ("mean loss 0.0017" in last) == (width >= 60)
-    assert ("mean loss 0.0017  600 images/s" in last) == (width >= 100)
 
 
 def test_a_watch_on_a_terminal_leaves_its_events_alone() -> None:
@@ -314,7 +387,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     written, code = on_a_terminal(80, 24, 1, 0.2, TERM="dumb")
     assert code == 0
     assert "\x1b[" not in written
-    assert "990 of 1250 images are done" in written
+    assert "990 of 1250 images done" in written
 
 
 def test_many_threads_may_tell_at_once_while_the_bars_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +471,7 @@ def test_plain_lines_come_at_start_events_and_end_and_not_at_every_step() -> Non
         progress.print_line("a warning\x1b[31m")
     progress.finish()
     assert stream.getvalue().split("\n") == [
-        "3 of 10 images are done, 1 failed before; generating on GPU 0, GPU 1",
+        "3 of 10 images done, 1 failed before; generating on GPU 0, GPU 1",
         "GPU 0: loading",
         "a warning\\x1b[31m",
         "6 of 10 images, 2 failed, 2.0/s, in 2 s (GPU 0: 4, GPU 1: 0)",
@@ -429,9 +502,9 @@ def test_plain_lines_of_steps_have_single_blanks_and_the_last_one_comes_once(
         for _ in range(2):
             progress.update(4, "images", {})
     with StepProgress("plain", 2, 0) as progress:
-        progress.update(2, "mean loss 0.5000  3 images/s", {})
+        progress.update(2, "mean loss 0.5000", {}, images_per_s=0.3)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["caching 4/4 images", "step 2/2 mean loss 0.5000, 3 images/s, 0:00:00 left"]
+    assert lines == ["caching 4/4 images", "step 2/2 mean loss 0.5000, 0.3 images/s, 0:00:00 left"]
 
 
 def test_long_work_gets_a_bar_on_rank_0_and_every_rank_sends_heartbeats(
@@ -544,7 +617,7 @@ def test_the_progress_does_not_import_torch_nor_rich_before_it_draws_bars() -> N
     assert (done.returncode, done.stdout.strip()) == (0, "")
 
 
-# As a script: `test_progress.py KIND NUM_WORKERS SECONDS [step | watch]` shows a generation, a training or a watch.
+# As a script: `test_progress.py KIND NUM_WORKERS SECONDS [step | watch | stop]` shows a generation, a training, a watch or a stop.
 
 
 def play_generation(kind: str, num_workers: int, seconds: float) -> None:
@@ -574,7 +647,7 @@ def play_training(kind: str, seconds: float) -> None:
     with StepProgress(kind, 600, 100) as progress:
         for step in range(101, 601):
             time.sleep(seconds / 500)
-            progress.update(step, f"mean loss {1 / step:.4f}  {step} images/s", {"loss": 1 / step})
+            progress.update(step, f"mean loss {1 / step:.4f}", {"loss": 1 / step}, images_per_s=step)
             if step % 100 == 0:
                 progress.print_line(f"checkpoint of step {step}\x1b[2J")
 
@@ -589,10 +662,37 @@ def play_watch(kind: str, seconds: float) -> None:
         progress.show_event("warning", "step_0000600 was removed before it was scored; skipping it")
 
 
+def play_stop(kind: str, num_workers: int) -> None:
+    """A training, or with workers a generation, until the first signal and a second longer."""
+    workers = [f"GPU {number}" for number in range(num_workers)]
+    generation = GenerationProgress(kind, workers, num_planned=1000 + 250 * num_workers, num_done=1000)
+    with (
+        StopSignals(exit_on_second=not workers) as signals,
+        generation if workers else StepProgress(kind, 600, 0) as progress,
+    ):
+        end = float("inf")
+        for step in range(1, 600):
+            if time.monotonic() > end:
+                break
+            if signals.number and end == float("inf"):
+                progress.print_line("stopping")
+                end = time.monotonic() + 1.0
+            time.sleep(0.02)
+            if isinstance(progress, StepProgress):
+                progress.update(step, f"mean loss {1 / step:.4f}", {}, images_per_s=step)
+            for worker in workers:
+                generation.set_assigned(worker, 250)
+                generation.set_step(worker, step % 20 + 1, 20)
+                generation.add_images(worker, int(step % 20 == 0), 0)
+    sys.stdout.write("stopped\n")
+
+
 if __name__ == "__main__":
     kind, num_workers, seconds, *job = sys.argv[1:]
     if job == ["step"]:
         play_training(kind, float(seconds))
+    elif job == ["stop"]:
+        play_stop(kind, int(num_workers))
     elif job == ["watch"]:
         play_watch(kind, float(seconds))
     else:

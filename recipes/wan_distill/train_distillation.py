@@ -65,7 +65,8 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
     try:
         words, sample_dir, distributed = translated(words)
         if {"-h", "--help", "--help_all", "--help-all"} & {*words}:
-            print(HELP)
+            with cli.print_once():
+                print(HELP)
         defaults = DEFAULTS | by_machine() | by_flags(words)
         asked = cli.parse(
             "distill", words, defaults=defaults, prog=prog
@@ -77,7 +78,7 @@ def main(words: Sequence[str], prog: str = "train_distillation.py") -> int:
         if sample_dir:
             link(asked.output_dir, Path(sample_dir))
     except HalationError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        cli.print_error(f"{prog}: {error}")
         return error.exit_code
     if distributed and not launcher.is_launched() and asked.nproc <= 1:
         print(f"{prog}: --distributed without torchrun or srun: one process; --nproc N starts N", file=sys.stderr)

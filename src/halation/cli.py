@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import io
 import itertools
@@ -13,11 +14,12 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from halation import __version__
 from halation.config import format_range, load_settings, setting_aliases, to_current_names
@@ -73,6 +75,8 @@ COMMANDS = {
 RANK_COMMANDS = ("train", "distill", "sample", "evaluate")
 """Commands that join the ranks of torchrun or srun."""
 HELP_FLAGS = ("-h", "--help", "--help_all")
+MARK_TIMEOUT_S = 10.0
+"""How long a rank waits until another one has written their common error."""
 TRUE_WORDS, FALSE_WORDS = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -121,10 +125,10 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
             return int(importlib.import_module(f"halation.{COMMANDS[command].module}").run(config))
     except RefusedFileError as refused:
         error = refused.as_input_error()
-        _print_error(f"{name}: {error}")
+        print_error(f"{name}: {error}")
         return error.exit_code
     except HalationError as error:
-        _print_error(f"{name}: {error}")
+        print_error(f"{name}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -136,9 +140,9 @@ def _run_command(command: str, args: Sequence[str], defaults: Mapping[str, Any] 
         logging.getLogger(__name__).debug("unexpected", exc_info=True)
         message = os_error_message(error)
         if message:
-            _print_error(f"{name}: {message}")
+            print_error(f"{name}: {message}")
             return 1
-        _print_error(f"{name}: this is a bug in Halation or in a library it uses:\n{traceback.format_exc()}")
+        print_error(f"{name}: this is a bug in Halation or in a library it uses:\n{traceback.format_exc()}")
         return 1
 
 
@@ -154,7 +158,8 @@ def parse(
         config_class.check_words(rest)
     settings = to_current_names({**(defaults or {}), **(load_settings(config_class, file) if file else {})})
     if not {*HELP_FLAGS}.isdisjoint(asked):
-        print(_help_text(config_class, prog, settings, everything="--help_all" in asked))
+        with print_once():
+            print(_help_text(config_class, prog, settings, everything="--help_all" in asked))
         raise SystemExit(0)
     rest = [word for word, plain in zip(rest, asked, strict=True) if plain != "--print_config"]
     required = [
@@ -167,7 +172,8 @@ def parse(
     ArgumentCheck(config_class, prog, needs=[] if default else required).check(words)
     config = _convert(config_class, prog, words, default)
     if "--print_config" in asked:
-        print(_settings_file(config), end="")
+        with print_once():
+            print(_settings_file(config), end="")
         raise SystemExit(0)
     return config
 
@@ -468,8 +474,53 @@ def _usage_text() -> str:
     )
 
 
-def _print_error(text: str) -> None:
-    sys.stderr.write(text.rstrip() + "\n")
+def print_error(text: str) -> None:
+    """Print an error; on ranks of torchrun, once for all ranks of this machine that have the same one."""
+    _write_once(text.rstrip() + "\n", sys.stderr)
+
+
+@contextlib.contextmanager
+def print_once() -> Iterator[None]:
+    """Print what the body prints, such as help, once for all ranks of torchrun on this machine."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        yield
+        return
+    streams = sys.stdout, sys.stderr
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            yield
+        finally:
+            for text, stream in zip((output.getvalue(), errors.getvalue()), streams, strict=True):
+                if text:
+                    _write_once(text, stream)
+
+
+def _write_once(text: str, stream: TextIO) -> None:
+    """Write a text unless another rank of this torchrun on this machine writes the same one.
+
+    A failure of one rank alone, or with another text, is always written. torchrun has a folder for every start of its
+    ranks: the rank that creates a file with the hash of the text there writes it, and then marks the file. The others
+    wait for the mark, because torchrun ends all ranks when the first of them has exited.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    marker: int | None = None
+    if error_file:
+        path = (
+            Path(error_file).parents[1] / f"halation_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+        )
+        try:
+            marker = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError:
+            deadline = time.monotonic() + MARK_TIMEOUT_S
+            while path.exists() and time.monotonic() < deadline:
+                if path.stat().st_size:
+                    return
+                time.sleep(0.02)
+    stream.write(text)
+    stream.flush()
+    if marker is not None:
+        os.write(marker, b"written")
+        os.close(marker)
 
 
 if __name__ == "__main__":

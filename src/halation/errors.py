@@ -49,6 +49,15 @@ def shorten(text: object, max_chars: int = 60) -> str:
     return shown if shown.isprintable() else repr(shown)[1:-1]
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return `1 image`, `2 images`, `2 batches` or `2 trajectories`."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
 def format_names(names: Sequence[str]) -> str:
     """Join column names, at most the first MAX_NAMES_SHOWN."""
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []

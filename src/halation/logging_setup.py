@@ -1,4 +1,4 @@
-"""Sets up logging: a file for each rank, and warnings of rank 0 on the console."""
+"""Sets up logging: a file for each rank; warnings and chosen lines on the console."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+ON_CONSOLE = {"on_console": True}
+"""For `log.info(..., extra=ON_CONSOLE)`: a line that is no warning and that users should see."""
+
 
 class ConsoleWarningHandler(logging.Handler):
-    """Prints warnings through the active progress display, so that they do not break its bars."""
+    """Prints warnings and lines with `ON_CONSOLE` through the active progress display.
+
+    Printed past it, they would break its bars.
+    """
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.print_line: Callable[[str], None] | None = None
+        self.addFilter(lambda record: record.levelno >= logging.WARNING or hasattr(record, "on_console"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.print_line is not None:
@@ -42,9 +49,12 @@ def exclusive_console_handler(console_handler: ConsoleWarningHandler) -> Iterato
     for handler in previous_handlers:
         logger.removeHandler(handler)
     logger.addHandler(console_handler)
+    level = logger.level
+    logger.setLevel(level or logging.INFO)  # for lines with ON_CONSOLE
     try:
         yield
     finally:
+        logger.setLevel(level)
         logger.removeHandler(console_handler)
         for handler in previous_handlers:
             logger.addHandler(handler)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
+from halation.errors import format_count
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
@@ -30,11 +32,15 @@ OBSERVER_TIMEOUT_S = 5.0
 REDRAWS_PER_S = 5
 PLAIN_EVERY_S = 30.0
 JSON_EVERY_S = 1.0
-MIN_BAR, MAX_BAR = 8, 40
-MIN_WORDS = 16
+MIN_BAR, MAX_BAR = 5, 40
+MIN_LABEL, MIN_WORDS = 4, 16
+CLOCK_WIDTH = len("99:59:59")
+SPEED_WIDTH = len("99.9/s")
 DELAY_S = 2.0
 """`delayed_progress` shows a bar only for work that takes longer."""
-COLUMN_ORDER = ("count", "times", "success", "failed", "speed", "state", "words")
+COLUMN_ORDER = ("label", "bar", "count", "left", "success", "failed", "speed", "state", "words")
+ENDED_STATES = ("waiting", "finished", "given up")
+"""States of a worker that the end of the command does not change."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +54,8 @@ class Bar:
     num_before: int = 0
     """Images finished before this call: they count as done but not for the rate."""
     state: str = "waiting"
+    speed: str = ""
+    """Shown instead of `per_s`."""
     rate_start: float | None = None
     """When the first image was started; the time to load the model does not count for the rate."""
     end_time: float | None = None
@@ -65,17 +73,19 @@ class Bar:
         return num / (now - self.rate_start) if num and self.rate_start is not None and now > self.rate_start else None
 
     def remaining_s(self, now: float) -> float | None:
-        if self.end_time is not None or 0 < self.total <= self.num_finished:
+        if self.state == "finished" or 0 < self.total <= self.num_finished:
             return 0.0
+        if self.end_time is not None:  # stopped: nothing is left that would take time
+            return None
         per_s = self.per_s(now)  # a worker that is still loading has no total
         return (self.total - self.num_finished) / per_s if self.total and per_s else None
 
 
-def format_speed(per_s: float) -> str:
+def format_speed(per_s: float, unit: str = "") -> str:
     """Format a rate per second, or per minute or hour if it would round to 0.0/s."""
     if per_s >= 0.1:
-        return f"{per_s:.1f}/s" if per_s < 100 else f"{per_s:.0f}/s"
-    return f"{per_s * 60:.1f}/min" if per_s * 60 >= 0.1 else f"{per_s * 3600:.1f}/h"
+        return f"{per_s:.1f}{unit}/s" if per_s < 100 else f"{per_s:.0f}{unit}/s"
+    return f"{per_s * 60:.1f}{unit}/min" if per_s * 60 >= 0.1 else f"{per_s * 3600:.1f}{unit}/h"
 
 
 def format_duration(seconds: float) -> str:
@@ -106,20 +116,38 @@ def escape_control_characters(text: str) -> str:
 
 
 def fit_columns(wanted: Mapping[str, int], label_width: int, width: int) -> dict[str, int]:
-    """Return column widths from left to right; a narrow terminal drops the last of `wanted`.
+    """Return column widths from left to right; `wanted` is in order of priority.
 
-    Widths depend on the plan and the terminal but not on progress, so that columns do not move.
+    A narrow terminal drops the columns that do not fit; the label is cut before the first two, which are the count and
+    the time left. Widths depend on the plan and the terminal but not on progress, so that columns do not move.
     """
-    room = width - label_width - MIN_BAR - 2
-    chosen: dict[str, int] = {}
+    needed = sum(column_width + 1 for column_width in list(wanted.values())[:2])
+    chosen = {"label": min(label_width, max(width - needed, MIN_LABEL))}
+    room = width - chosen["label"]
     for name, column_width in wanted.items():
-        fitted = min(column_width, max(room - 1, MIN_WORDS)) if name == "words" else column_width
-        if fitted + 1 > room:
-            break
-        room -= fitted + 1
-        chosen[name] = fitted
-    bar = max(min(MIN_BAR + room, MAX_BAR), 1)
-    return {"label": label_width, "bar": bar, **{name: chosen[name] for name in COLUMN_ORDER if name in chosen}}
+        least = min(column_width, MIN_WORDS) if name == "words" else column_width
+        if 0 < least < room:
+            chosen[name] = least
+            room -= least + 1
+    for name, most in (("words", wanted.get("words", 0)), ("bar", MAX_BAR)):
+        if name in chosen:
+            grown = min(most - chosen[name], room)
+            chosen[name] += grown
+            room -= grown
+    if "elapsed" in chosen:  # shown in one column with the time left
+        chosen["left"] += chosen["elapsed"] + 1
+    return {name: chosen[name] for name in COLUMN_ORDER if name in chosen}
+
+
+def release_terminal() -> None:
+    """Erase the bar of a process that was ended while it drew one, and show the cursor.
+
+    For the process itself, in a signal handler, or for its parent. A display leaves the cursor at the start of its last
+    line, so that this line is erased; without a display it is empty.
+    """
+    with contextlib.suppress(OSError):
+        if os.isatty(2) and os.environ.get("TERM") != "dumb":
+            os.write(2, b"\r\x1b[2K\x1b[?25h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,13 +264,25 @@ class ProgressDisplay:
 
     def __enter__(self) -> Self:
         if self.kind == "rich":
-            from rich.console import Console
+            from rich.console import Console, ConsoleRenderable
+            from rich.control import Control
             from rich.live import Live
+            from rich.segment import ControlType
+
+            class LiveAtLineStart(Live):
+                """Leaves the cursor at the start of the last line.
+
+                At its end, the `^C` that a terminal prints would wrap the line, and the next frame would be drawn one
+                line lower and leave a copy of the bar.
+                """
+
+                def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+                    return [*super().process_renderables(renderables), Control(ControlType.CARRIAGE_RETURN)]
 
             # rich draws in its own thread and reads the counts without `self.lock`: a count that is one image behind
             # is harmless, while waiting for `self.lock` inside rich's lock could deadlock.
             console = Console(file=cast("TextIO", self._stream), highlight=False, markup=False, emoji=False)
-            self._live = Live(
+            self._live = LiveAtLineStart(
                 console=console,
                 get_renderable=lambda: self.render(console.width, console.height),
                 refresh_per_second=REDRAWS_PER_S,
@@ -300,41 +340,42 @@ class ProgressDisplay:
         now = self.clock()
         widths = fit_columns(wanted, max(len(bar.label) for bar in bars), width)
 
-        def render_grid(bars: Sequence[Bar]) -> RenderableType:
+        def render_row(bar: Bar) -> RenderableType:
+            columns = dict(widths)
+            if "state" in wanted.keys() - widths and bar.state and not bar.is_drawing and bar.num_finished < bar.total:
+                used = {name: widths[name] for name in ("label", "count") if name in widths}
+                columns = used | {"words": max(width - sum(used.values()) - len(used), 1)}
+            left = format_clock(bar.remaining_s(now))
+            elapsed, per_s = format_clock((bar.end_time or now) - self.start_time), bar.per_s(now)
             grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-            for name, width in widths.items():
-                left = name in ("label", "bar", "state", "words")
-                grid.add_column(width=width, no_wrap=True, overflow="crop", justify="left" if left else "right")
-            for bar in bars:
-                elapsed_s, per_s = (bar.end_time or now) - self.start_time, bar.per_s(now)
-                is_blocked = bar.state and not bar.is_drawing and bar.num_finished < bar.total
-                cells = {
-                    "label": Text(bar.label, style="bold" if bar is last else ""),
-                    "bar": Text(bar.state, style="yellow")
-                    if "state" in wanted.keys() - widths and is_blocked
-                    else ProgressBar(total=max(bar.total, 1), completed=bar.num_finished, width=widths["bar"]),
-                    "count": f"{bar.num_finished}/{max(bar.total, bar.num_finished)}",
-                    "times": f"{format_clock(elapsed_s)}<{format_clock(bar.remaining_s(now))}",
-                    "success": Text(f"success: {bar.num_succeeded}", style="green"),
-                    "failed": Text(f"failed: {bar.num_failed}", style="bold red" if bar.num_failed else "dim"),
-                    "speed": "" if per_s is None else format_speed(per_s),
-                    "state": Text(bar.state, style="dim"),
-                    "words": bar.state,
-                }
-                grid.add_row(*(cells[name] for name in widths))
+            for name, column_width in columns.items():
+                justify: Any = "left" if name in ("label", "bar", "state", "words") else "right"
+                grid.add_column(width=column_width, no_wrap=True, overflow="crop", justify=justify)
+            cells: dict[str, RenderableType] = {
+                "label": Text(bar.label, style="bold" if bar is last else ""),
+                "bar": ProgressBar(total=max(bar.total, 1), completed=bar.num_finished, width=columns.get("bar")),
+                "count": f"{bar.num_finished}/{max(bar.total, bar.num_finished)}",
+                "left": left if columns.get("left") == CLOCK_WIDTH else f"{elapsed}<{left}",
+                "success": Text(f"success: {bar.num_succeeded}", style="green"),
+                "failed": Text(f"failed: {bar.num_failed}", style="bold red" if bar.num_failed else "dim"),
+                "speed": bar.speed or ("" if per_s is None else format_speed(per_s)),
+                "state": Text(bar.state, style="dim"),
+                "words": Text(bar.state, style="yellow" if columns != widths else ""),
+            }
+            grid.add_row(*[cells[name] for name in columns])
             return grid
 
         *others, last = bars
         room = max(height - 2, 0)  # minus the last bar and the cursor line
         num_shown = len(others) if len(others) <= room else max(room - 1, 0)
         shown, hidden = others[:num_shown], others[num_shown:]
-        parts = [render_grid(shown)] if shown else []
+        parts = [render_row(bar) for bar in shown]
         if hidden:
             counts = f"{sum(bar.num_finished for bar in hidden)}/{sum(bar.total for bar in hidden)}"
             text = f"and {len(hidden)} more: {counts}, failed: {sum(bar.num_failed for bar in hidden)}"
             num_gone = sum(bar.state.startswith("gone") for bar in hidden)
             parts.append(Text((text + (f", {num_gone} gone" if num_gone else ""))[: width - 1], style="dim"))
-        return Group(*parts, render_grid([last]))
+        return Group(*parts, render_row(last))
 
 
 class StepProgress(ProgressDisplay):
@@ -344,16 +385,28 @@ class StepProgress(ProgressDisplay):
         super().__init__(kind)
         since = self.start_time
         self.bar = Bar(label=title, total=total, num_succeeded=done, num_before=done, state="", rate_start=since)
-        self._words_width = 0
+        self._words_width, self._speed_width = 0, SPEED_WIDTH
         self._report_time = -PLAIN_EVERY_S
         self._reported_step = -1
 
-    def update(self, step: int, words: str, numbers: Mapping[str, float], total: int | None = None) -> None:
+    def update(
+        self,
+        step: int,
+        words: str,
+        numbers: Mapping[str, float],
+        total: int | None = None,
+        images_per_s: float | None = None,
+    ) -> None:
+        """Show a step. The rate on a terminal is that of the images, if given, else that of the steps."""
         bar, now = self.bar, self.clock()
         bar.num_succeeded, bar.state, bar.total = step, words, total or bar.total
+        if images_per_s is not None:
+            words = f"{words}, {format_speed(images_per_s, ' images')}"
+            bar.speed = format_speed(images_per_s, " img")
         event = ProgressEvent(job=bar.label, done=step, total=bar.total, text=words, values=dict(numbers))
         self.notify(event, is_due=step == bar.total)
-        self._words_width = max(self._words_width, len(words))
+        self._words_width = max(self._words_width, len(bar.state))
+        self._speed_width = max(self._speed_width, len(bar.speed), len("99.9 img/s") if bar.speed else 0)
         is_due = now - self._report_time >= (JSON_EVERY_S if self.kind == "json" else PLAIN_EVERY_S)
         is_last = step == bar.total and self._reported_step != step
         if self.kind in ("plain", "json") and (is_due or is_last):
@@ -370,8 +423,20 @@ class StepProgress(ProgressDisplay):
         self.show_line(text, {"event": text})
         self.notify_message(self.bar, text)
 
+    def finish(self) -> None:
+        """Show the last state and release the terminal."""
+        self.bar.end_time = self.bar.end_time or self.clock()
+        super().finish()
+
     def render(self, width: int, height: int) -> RenderableType:
-        wanted = {"count": 2 * len(str(self.bar.total)) + 1, "times": 15, "words": self._words_width}
+        wanted = {
+            "count": 2 * len(str(self.bar.total)) + 1,
+            "left": CLOCK_WIDTH,
+            "speed": self._speed_width,
+            "bar": MIN_BAR,
+            "words": self._words_width,
+            "elapsed": CLOCK_WIDTH,
+        }
         return self.render_bars([self.bar], wanted, width, height)
 
 
@@ -447,6 +512,7 @@ class GenerationProgress(ProgressDisplay):
         self.num_before = (num_done, num_failed)
         self.num_elsewhere = (0, 0)
         self._drawing_start: float | None = None
+        self._end_time: float | None = None
         self._num_reported = -1
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._report_regularly, name="progress", daemon=True)
@@ -456,7 +522,8 @@ class GenerationProgress(ProgressDisplay):
         if self.kind in ("plain", "json"):
             num_done, num_failed = self.num_before
             failed = f", {num_failed} failed before" if num_failed else ""
-            text = f"{num_done} of {self.num_planned} images are done{failed}; generating on {', '.join(self.workers)}"
+            text = f"{num_done} of {format_count(self.num_planned, 'image')} done{failed}; "
+            text += f"generating on {', '.join(self.workers)}"
             self.show_line(text, self._json_object("start"))
             self._thread.start()
         return self
@@ -472,8 +539,9 @@ class GenerationProgress(ProgressDisplay):
             now = self.clock()
             for bar in self.workers.values():
                 bar.end_time = bar.end_time or now
-                if bar.is_drawing:  # this state stays on the screen
-                    bar.state = "finished" if bar.num_finished >= bar.total else "stopped"
+                if bar.state not in ENDED_STATES:  # this state stays on the screen
+                    bar.state = "finished" if 0 < bar.total <= bar.num_finished else "stopped"
+            self._end_time = now
             if self.kind != "rich":
                 text = self._format_counts(f"in {format_duration(now - self.start_time)}")
                 self.show_line(text, self._json_object("end"))
@@ -490,6 +558,7 @@ class GenerationProgress(ProgressDisplay):
             num_before=sum(self.num_before),
             state="",
             rate_start=self._drawing_start,
+            end_time=self._end_time,
         )
 
     def set_state(self, worker: str, text: str) -> None:
@@ -507,7 +576,7 @@ class GenerationProgress(ProgressDisplay):
         """Set how many steps of its batch a worker has done."""
         with self.lock:
             bar = self._start_bar(worker, self.clock())
-            bar.state, bar.end_time = f"drawing {steps_done} of {steps_total} steps", None
+            bar.state, bar.end_time = f"drawing {steps_done} of {format_count(steps_total, 'step')}", None
 
     def add_images(self, worker: str, success: int, failed: int) -> None:
         """Add finished and failed images to a worker's counts."""
@@ -537,11 +606,13 @@ class GenerationProgress(ProgressDisplay):
         digits = len(str(self.num_planned))
         wanted = {
             "count": 2 * digits + 1,
+            "left": CLOCK_WIDTH,
+            "speed": SPEED_WIDTH,
             "failed": len("failed: ") + min(digits, 4),
-            "times": 15,
-            "state": 23,
             "success": len("success: ") + digits,
-            "speed": 9,
+            "bar": MIN_BAR,
+            "state": len("drawing 100 of 100 steps"),
+            "elapsed": CLOCK_WIDTH,
         }
         return self.render_bars([*list(self.workers.values()), self.overall()], wanted, width, height)
 
@@ -575,7 +646,7 @@ class GenerationProgress(ProgressDisplay):
         bar = self.overall()
         per_s = bar.per_s(self.clock())
         speed = "" if per_s is None else format_speed(per_s)
-        parts = [f"{bar.num_succeeded} of {bar.total} images", f"{bar.num_failed} failed", speed, when]
+        parts = [f"{bar.num_succeeded} of {format_count(bar.total, 'image')}", f"{bar.num_failed} failed", speed, when]
         by_worker = ", ".join(f"{worker}: {each.num_finished}" for worker, each in self.workers.items())
         return ", ".join(part for part in parts if part) + (f" ({by_worker})" if by_worker else "")
 

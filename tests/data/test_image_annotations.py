@@ -102,7 +102,7 @@ def test_whole_paths_may_lead_into_the_folder_and_nowhere_else(tmp_path: Path, m
 def test_a_csv_file_that_lacks_something_is_refused(tmp_path: Path) -> None:
     assert "no such file" in refused(tmp_path / "none.csv").found
     error = refused(listed(tmp_path, "path,text\npictures/9.png,x\npictures/1.png,y\n"))
-    assert "lists 1 files that do not exist: pictures/9.png (line 2)" in error.found
+    assert "lists 1 file that cannot be found: pictures/9.png (line 2)" in error.found
     assert error.expected == "every path to be a file in that folder"
     assert "lists no images" in refused(listed(tmp_path, "path,text\n")).found
     assert "path is ''" in refused(listed(tmp_path, "path,text\n,x\n")).found

@@ -196,7 +196,7 @@ def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path, columns: str
         ('{"file_name": "/etc/passwd", "text": "x"}', "is outside the folder"),
         ('{"file_name": "C:\\\\x.png", "text": "x"}', "is outside the folder"),
         ('{"file_name": "\\u0000", "text": "x"}', "is outside the folder"),
-        ('{"file_name": "none.png", "text": "x"}', "lists 1 files that do not exist: none.png (line 2)"),
+        ('{"file_name": "none.png", "text": "x"}', "lists 1 file that cannot be found: none.png (line 2)"),
     ],
 )
 def test_a_bad_line_of_metadata_is_refused_with_its_number(tmp_path: Path, line: str, found: str) -> None:
@@ -243,9 +243,7 @@ def test_captions_that_are_all_empty_are_told_once(tmp_path: Path, caplog: pytes
 def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_path: Path) -> None:
     captioned(tmp_path, 100)
     (tmp_path / "0005.png").write_bytes(b"no image")
-    with pytest.raises(
-        InputError, match=r"1 of the 100 images of .* cannot be read:\n    0005.png: its content is not"
-    ):
+    with pytest.raises(InputError, match=r"1 of 100 images of .* cannot be read:\n    0005.png: its content is not"):
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
         (tmp_path / f"{index:04d}.png").write_bytes(b"no image")

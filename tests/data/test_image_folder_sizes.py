@@ -118,4 +118,4 @@ def test_first_images_that_lack_whole_classes_are_told(tmp_path: Path, caplog: p
         assert not caplog.text
         assert ImageFolder(tmp_path, 8, 8, max_images=2).num_train == 2
     assert "the first 2 images of" in caplog.text
-    assert "lack 1 of the classes" in caplog.text
+    assert "no example of 1 class" in caplog.text

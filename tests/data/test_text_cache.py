@@ -165,7 +165,7 @@ def test_a_damaged_shard_is_found_and_only_its_texts_are_encoded_again(tmp_path:
         hurt = path if damage == "cut" else path.with_suffix(".json")
         hurt.write_bytes(hurt.read_bytes()[:-9])
     assert text_cache.count_missing(CAPTIONS, tmp_path, FINGERPRINT) > 0, "whoever asks what is to be done is told"
-    with pytest.raises(InputError, match=rf"1 of {len(before)} shards .* are missing or damaged: {path.name}"):
+    with pytest.raises(InputError, match=rf"1 of {len(before)} shards .* missing or damaged: {path.name}"):
         text_cache.open_cache(tmp_path, FINGERPRINT)
     encode = Encoder()
     # Another number of ranks cuts the texts in another way, so the damaged name is not written again.

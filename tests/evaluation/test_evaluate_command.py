@@ -578,8 +578,56 @@ def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, score: Callable[.
     words = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--model_path", "testcard", "--height", "16"]
     words += ["--width", "16", "--output_dir", str(tmp_path / "run"), "--progress", "none"]
     assert finish(halation(words), tmp_path / "log", "paint.000002:1+:raise") == 1
-    with pytest.raises(InputError, match=r"of 6 images of that run are missing"):
+    with pytest.raises(InputError, match=r"1 of 6 images of that run is missing \(1 failed\)") as refusal:
         score(generated=str(tmp_path / "run"))
+    assert "--allow_missing" in refusal.value.action
+
+
+@pytest.mark.parametrize("cluster", ["local", "files"])
+def test_the_images_of_a_run_with_failures_are_scored_if_allowed(
+    tmp_path: Path, scenes: Path, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report and each score name what is missing, and the exit code is 1."""
+    (tmp_path / "prompts.txt").write_text("".join(f"prompt {n}\n" for n in range(6)))
+    run = tmp_path / "run"
+    words = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--model_path", "testcard", "--height", "16"]
+    words += ["--width", "16", "--output_dir", str(run), "--progress", "none", "--cluster", cluster]
+    assert finish(halation(words), tmp_path / "log", "paint.000002:1+:raise") == 1
+    allowed = defaults(scenes) | {"generated": str(run), "metrics": ("fd", "kid"), "progress": "none"}
+    config = EvaluateConfig(**allowed, allow_missing=True, cache_dir=tmp_path / "cache", output=tmp_path / "out.json")
+    assert evaluate.run(config) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    name = "000002_seed43.png" if cluster == "local" else "row 2"
+    assert f"5 images of {run} 1 missing: {name}" in said
+    assert "FD-dino * †" in said
+    assert "† without 1 missing image; do not compare with a complete run" in said
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["generated"] == {"kind": "run", "path": str(run), "num": 5, "num_missing": 1, "missing": [name]}
+    assert {metric["num_missing"] for metric in report["metrics"].values()} == {1}
+    assert {metric["num_generated"] for metric in report["metrics"].values()} == {5}
+    (run / "000004_seed45.png").unlink()
+    report = evaluate.evaluate(config)
+    assert report["generated"]["missing"] == [name, "000004_seed45.png"]
+    assert finish(halation(words), tmp_path / "again") == 0, (tmp_path / "again").read_text()
+    assert evaluate.run(config) == 0, "of a complete run nothing is missing"
+    assert "missing" not in json.loads((tmp_path / "out.json").read_text())["generated"]
+
+
+def test_a_run_without_any_image_is_not_scored_even_if_allowed(tmp_path: Path, scenes: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a prompt\n")
+    words = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--model_path", "testcard", "--height", "16"]
+    words += ["--width", "16", "--output_dir", str(tmp_path / "run"), "--progress", "none"]
+    assert finish(halation(words), tmp_path / "log", "paint.000001:1+:raise") == 1
+    config = EvaluateConfig(**defaults(scenes) | {"generated": str(tmp_path / "run")}, allow_missing=True)
+    with pytest.raises(InputError, match=r"1 of 1 image of that run is missing") as refusal:
+        evaluate.run(config)
+    assert refusal.value.expected == "a run with at least one image"
+    assert "--allow_missing" not in refusal.value.action
+
+
+def test_a_model_has_no_missing_images_to_allow() -> None:
+    with pytest.raises(InputError, match="--allow_missing"):
+        evaluate.run(EvaluateConfig(model_path="testcard", prompts="p.txt", allow_missing=True))
 
 
 def test_a_check_opens_what_an_evaluation_needs_and_scores_nothing(

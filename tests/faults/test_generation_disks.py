@@ -215,7 +215,7 @@ def test_deleted_files_are_drawn_again_without_being_asked_for(tmp_path: Path) -
     for name in list(undisturbed_generation()[0])[3:20:4]:
         (tmp_path / "out" / name).unlink()
     assert run_generate(tmp_path) == 0
-    assert "5 images are done but their files are missing" in generate_log(tmp_path)
+    assert "5 images done, but without a file: generating again" in generate_log(tmp_path)
     assert "5 generated now" in generate_log(tmp_path)
     assert_generated(tmp_path)
 

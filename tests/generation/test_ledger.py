@@ -242,7 +242,7 @@ def test_damaged_rows_are_restored_from_the_prompt_list_and_the_images(
     flip(folder / LEDGER_FILE, b"prompt number 5 of", offset=7)
     flip(folder / LEDGER_FILE, sha256, offset=3, bit=0)
     assert generate.run(config) == 0
-    assert "2 rows were damaged (the first is row 6)" in capsys.readouterr().err
+    assert "2 rows damaged (the first is row 6)" in capsys.readouterr().err
     assert (folder / "metadata.jsonl").read_bytes() == metadata
     assert images(folder) == before
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")} == stamps, "nothing was drawn again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -27,6 +28,31 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("flags", [["--n_step", "3"], ["--n_steps", "three"], ["--data", "nowhere_at_all"]])
+def test_a_wrong_flag_is_printed_once_for_all_ranks_of_torchrun(tmp_path: Path, flags: list[str]) -> None:
+    words = [*train(tmp_path / "run", nproc=None), *flags]
+    assert finish(halation(words), tmp_path / "alone") == 2
+    with started([*torchrun("--standalone", "--nproc_per_node", "3"), *words], tmp_path / "log") as command:
+        assert command.process.wait(240) == 1, "torchrun's own code for ranks that ended with 2"
+        said = command.said()
+    assert re.search(r"exitcode *: 2\b", said), said
+    alone = [line for line in (tmp_path / "alone").read_text().splitlines() if re.search(r"\w", line)]
+    assert alone
+    assert [said.count(line) for line in alone] == ["\n".join(alone).count(line) for line in alone], said
+
+
+def test_an_error_of_one_rank_alone_is_printed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from halation.cli import main\n"
+        "sys.exit(main(['train', '--of_rank_2', '1'])) if os.environ['RANK'] == '2' else signal.pause()\n"
+    )
+    with started([TORCHRUN, "--standalone", "--nproc_per_node", "3", str(script)], tmp_path / "log") as command:
+        assert command.process.wait(240) == 1
+        assert "--of_rank_2" in command.said()
 
 
 @pytest.mark.slow

@@ -255,7 +255,12 @@ def test_the_script_that_tries_four_ranks_tells_what_it_checked(tmp_path: Path) 
     assert code == 0, said + errors
     assert len([line for line in said.splitlines() if line.startswith("ok ")]) >= 14
     assert "[2, 2, 2, 0]" in said
-    assert said.splitlines()[-1] == "ALL CHECKS PASSED"
+    assert "these errors, and no others, are logged: ['Error during sampling on GPU 1']" in said
+    assert "Error during sampling" not in errors, "a passing test prints no alarming lines"
+    rule, *summary, end = said.splitlines()[-10:]
+    assert rule == end == "=" * 80
+    assert summary[0] == "✓ ALL CHECKS PASSED"
+    assert [line[:2] for line in summary[3:]] == ["1.", "2.", "3.", "4.", "5."]
     assert started([sys.executable, check.__file__, tmp_path / "here"], tmp_path)[0] == 2
 
 

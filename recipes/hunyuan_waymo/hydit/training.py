@@ -49,7 +49,7 @@ def main(words: Sequence[str], *, prog: str, engine: str = "auto") -> int:
         if not asked.model_path:
             defaults["model_path"] = str(tiny(asked.output_dir.absolute().parent / TINY))
     except HalationError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        cli.print_error(f"{prog}: {error}")
         return error.exit_code
     if defaults["nproc"]:
         print(f"{prog}: no GPU found; ranks on the CPU: {asked.nproc}", file=sys.stderr)

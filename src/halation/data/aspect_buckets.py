@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halation.data.dataset_protocol import ImageDataset
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 
 ImageShape = tuple[int, int]
 """Height and width."""
@@ -63,8 +63,7 @@ def describe_buckets(source: ImageDataset, multiple: int) -> list[str]:
         return []
     counts = np.bincount(buckets.bucket_indices, minlength=len(buckets.shapes)).tolist()
     descriptions = [f"{high} x {wide}: {num}" for (high, wide), num in zip(buckets.shapes, counts, strict=True) if num]
-    noun = "bucket" if len(descriptions) == 1 else "buckets"
-    lines = [f"{len(descriptions)} {noun} (height x width: images): {', '.join(descriptions)}"]
+    lines = [f"{format_count(len(descriptions), 'bucket')} (height x width: images): {', '.join(descriptions)}"]
     possible_shapes = bucket_shapes(source.height, source.width, multiple)
     if len(possible_shapes) == 1:
         lines.append(

@@ -19,7 +19,7 @@ from halation.csv_jsonl_reader import (
     read_text_bytes,
 )
 from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES
-from halation.errors import InputError, format_names, format_value, shorten
+from halation.errors import InputError, format_count, format_names, format_value, shorten
 from halation.input_files import data_folder
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
@@ -240,7 +240,7 @@ def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: 
     if missing:
         names = ", ".join(f"{shorten(row.values[columns.file], MAX_PATH_SHOWN)} (line {row.line})" for row in missing)
         raise InputError(
-            f"{table} lists {num_missing} files that do not exist: {names}",
+            f"{table} lists {format_count(num_missing, 'file')} that cannot be found: {names}",
             f"every {columns.file} to be a file in that folder",
             "add the files, or remove their lines",
         )

@@ -18,7 +18,7 @@ from halation.data import decode
 from halation.data.aspect_buckets import BucketAssignment, ImageShape, nearest_shape_indices
 from halation.data.dataset_protocol import JSON, CaptionedImage
 from halation.data.image_annotations import ImageEntry, is_table, read_folder, read_table
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import data_folder, limit
 from halation.runs.run_folder import DIGEST_KEY, json_digest, write_atomic
 
@@ -119,7 +119,12 @@ class ImageFolder:
         self._train = self._train[:num]
         num_missing_classes = len(self.class_names) - len({entry.label for entry in self._train})
         if self.class_names and num_missing_classes:
-            _log.warning("the first %d images of %s lack %d of the classes", num, self.name, num_missing_classes)
+            _log.warning(
+                "the first %s of %s have no example of %s",
+                format_count(num, "image"),
+                self.name,
+                format_count(num_missing_classes, "class"),
+            )
 
     @property
     def num_train(self) -> int:
@@ -281,15 +286,15 @@ class ImageFolder:
         more = f"\n    and {len(broken) - 10} more" if len(broken) > 10 else ""
         if len(broken) >= _MAX_BROKEN_FRACTION * num and broken:
             raise InputError(
-                f"{len(broken)} of the {num} images of {self.folder} cannot be read:{examples}{more}",
+                f"{len(broken)} of {format_count(num, 'image')} of {self.folder} cannot be read:{examples}{more}",
                 f"fewer than {_MAX_BROKEN_FRACTION:.0%} unreadable images",
                 "follow the advice for each; replace the others, or remove them and their lines in the metadata",
             )
         if broken and not quiet:
             _log.warning(
-                "%d of the %d images of %s cannot be read and are left out:%s%s",
+                "left out %d of %s of %s, which cannot be read:%s%s",
                 len(broken),
-                num,
+                format_count(num, "image"),
                 self.folder,
                 examples,
                 more,

@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save
 
 from halation.data.dataset_protocol import JSON
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import file_sha256, open_regular_file, read_json, read_safetensors_header
 from halation.runs.run_folder import DIGEST_KEY, json_digest, write_atomic, writer_pid
 
@@ -154,7 +154,7 @@ def require_commits(paths: Sequence[Path], commits: Sequence[dict[str, Any] | No
     damaged = [path.name for path, commit in zip(paths, commits, strict=True) if commit is None]
     if damaged:
         raise InputError(
-            f"{len(damaged)} of {len(paths)} shards of the cache {paths[0].parent} are missing or damaged: "
+            f"{len(damaged)} of {format_count(len(paths), 'shard')} of the cache {paths[0].parent} missing or damaged: "
             f"{', '.join(damaged[:10])}",
             "every shard with the size and SHA-256 of its record",
             "build the cache again with the same settings; only these shards are rebuilt",

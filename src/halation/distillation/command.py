@@ -11,7 +11,7 @@ from halation.config import Conflict, check_settings
 from halation.data.image_annotations import has_file_column, is_table
 from halation.data.prompt_dataset import PromptDataset
 from halation.distillation.config import DistillConfig
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.models import model_folder
 from halation.models.model_path_resolver import read_export_settings, resolve_pipeline_folder
 from halation.models.students.config import StudentConfig
@@ -127,8 +127,8 @@ def _check_prompt_data(config: DistillConfig) -> None:
         num = len(PromptDataset(config.data_path, 1, 1, max_prompts=config.max_images).texts)
         if config.trajectories < 2 * num:
             raise InputError(
-                f"--caption_dropout {config.caption_dropout:g} with {max(config.trajectories, num)} trajectories of "
-                f"{num} prompts",
+                f"--caption_dropout {config.caption_dropout:g} with "
+                f"{format_count(max(config.trajectories, num), 'trajectory')} of {format_count(num, 'prompt')}",
                 "at least 2 trajectories per prompt: each is used either with or without its prompt, in every epoch",
                 f"use --trajectories {10 * num}, or leave --caption_dropout out",
             )

@@ -20,10 +20,10 @@ from halation.distillation.config import DistillConfig
 from halation.distillation.teacher import Teacher
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World, run_on_rank_zero, run_with_heartbeat
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.flow.ema import Ema
 from halation.flow.samplers import schedule
-from halation.logging_setup import log_duration
+from halation.logging_setup import ON_CONSOLE, log_duration
 from halation.models.denoiser import PIPELINE_SCHEDULER, Denoiser, compile_blocks
 from halation.models.dit.denoiser import DiTDenoiser
 from halation.models.pipelines.training.lora import LoraSettings
@@ -96,7 +96,7 @@ class DistillationTask(TrainingTask):
         if known and self.has_images and known != source.class_names:
             raise InputError(
                 f"the teacher has {len(known)} classes, "
-                f"--data_path {self.config.data_path} has {len(source.class_names)} others",
+                f"--data_path {self.config.data_path} has {format_count(len(source.class_names), 'other')}",
                 "images in the classes that the teacher was trained on",
                 "choose other data, or a text file of class names",
             )
@@ -229,12 +229,12 @@ class DistillationTask(TrainingTask):
                 self.teacher = teachers.open_teacher(world, config, self.denoiser, self.guidance)
         if missing and self.teacher is not None:
             plan, folder = self._target_plan, self._target_folder
-            log.warning(
-                "computing teacher targets of %d %s once, with %d teacher predictions, into %s",
-                len(missing),
-                "images" if self.has_images else "trajectories",
-                len(missing) * plan.num_teacher_calls,
+            log.info(
+                "computing teacher targets of %s once, with %s, into %s",
+                format_count(len(missing), "image" if self.has_images else "trajectory"),
+                format_count(len(missing) * plan.num_teacher_calls, "teacher prediction"),
                 folder,
+                extra=ON_CONSOLE,
             )
             self.denoiser.to(world.device, module=False)  # images are encoded there
             inputs = objectives.TeacherInputs(self.denoiser, self.source, world.device, plan.dropout_mask)
@@ -271,10 +271,9 @@ class DistillationTask(TrainingTask):
             num_targets = len(self.teacher_targets) * self.teacher_targets.num_states
             if not self.has_images and self._num_training_rows > MAX_TARGET_REPEATS * num_targets:
                 log.warning(
-                    "each of the %d cached teacher targets will be used %d times; "
-                    "increase --trajectories for more variety",
-                    num_targets,
-                    self._num_training_rows // num_targets,
+                    "%s will be used %s each; increase --trajectories for more variety",
+                    format_count(num_targets, "cached teacher target"),
+                    format_count(self._num_training_rows // num_targets, "time"),
                 )
         if not self._needs_teacher:
             self.teacher = None

@@ -25,8 +25,9 @@ from typing import Any
 from halation.config import as_json
 from halation.distributed.child_process import describe_exit, start_child, tie_to_parent, wait_or_kill
 from halation.distributed.stop_signals import STOP_SIGNALS, exit_code
-from halation.errors import HalationError, InputError, Interrupted, RankFailure, os_error_message
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, format_count, os_error_message
 from halation.input_files import RefusedFileError
+from halation.progress import release_terminal
 from halation.runs.lock import FolderMonitor
 from halation.runs.run_folder import write_atomic
 
@@ -138,7 +139,7 @@ def select_devices(nproc: int, gpu_ids: Sequence[int], oversubscribe: bool) -> t
         return ("cpu",) * count
     if count > len(gpus) and not oversubscribe:
         raise InputError(
-            f"--nproc {count} on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
+            f"--nproc {count} on {format_count(len(gpus), 'GPU')}",
             f"at most one rank per GPU; this machine has {available}",
             f"use --nproc {len(gpus)}, or --oversubscribe to share GPUs (for tests, slow)",
         )
@@ -277,6 +278,8 @@ class Launcher:
             return self._wait_for_ranks(folder)
         finally:
             wait_or_kill(self.ranks)
+            if self.ranks and self.ranks[0].returncode < 0:  # killed, perhaps while it showed a bar
+                release_terminal()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_ranks(self, folder: Path) -> RankError | None:

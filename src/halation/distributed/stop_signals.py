@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from halation.progress import release_terminal
+
 DUPLICATE_SIGNAL_S = 2.0  # a service manager signals a whole group: a rank gets it twice, once from its launcher
 STUCK_S = 6.0
 SECOND_SIGNAL_WAIT_S = 1.0
@@ -51,6 +53,9 @@ class StopSignals:
         )
         if self.number and number in (signal.SIGINT, signal.SIGTERM) and not is_duplicate:
             if self._exit_on_second:
+                release_terminal()
+                if "RANK" not in os.environ:  # the launcher of a rank prints it
+                    os.write(2, b"halation: stopped immediately; the same command resumes from what it has saved\n")
                 os._exit(128 + number)
             self.is_urgent = True
         if not self.number:

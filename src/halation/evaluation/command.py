@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from halation.config import check_settings
 from halation.distributed import launcher
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.evaluation.config import EvaluateConfig
 from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
 from halation.models.model_folder import HUB_FACT
@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 DISPLAY_TOLERANCE = 1e-9
 """Values closer to 0 than this are shown as 0; the JSON has the exact value."""
+NUM_SHOWN = 5
+"""Names of missing images in the table; the JSON has all."""
 MIN_IMAGES_PER_RANK = 128
 """Without a GPU, another rank is started only for this many more images."""
 
 
 def run(config: EvaluateConfig) -> int:
-    """Score the images on existing ranks or on ranks started here; return 0 on success."""
+    """Score the images on existing ranks or on ranks started here.
+
+    Returns 0 on success, and 1 if images of the run are missing, which --allow_missing permits.
+    """
     if config.check:
         from halation.evaluation.session import dry_run
 
@@ -40,7 +45,7 @@ def run(config: EvaluateConfig) -> int:
     report = evaluate(config)
     if report:
         print_report(config, report)
-    return 0
+    return 1 if report and report["generated"].get("num_missing") else 0
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -151,9 +156,12 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
     console = Console()
     num = report["generated"]["num"]
     left_out = report["generated"].get("num_left_out", 0)
-    console.print(f"[bold]{num} image{'s' if num != 1 else ''}[/bold] of {escape(report['generated']['path'])}")
+    console.print(f"[bold]{format_count(num, 'image')}[/bold] of {escape(report['generated']['path'])}")
+    if missing := report["generated"].get("missing"):
+        more = " ..." if len(missing) > NUM_SHOWN else ""
+        console.print(f"[yellow]{len(missing)} missing[/yellow]: {escape(', '.join(missing[:NUM_SHOWN]))}{more}")
     if left_out:
-        console.print(f"{left_out} images of other formats ignored")
+        console.print(f"{format_count(left_out, 'image')} of other formats ignored")
     if reference:
         console.print(f"against {reference['num'] or 'an unknown number'} of {escape(reference['path'])}")
     if config.save_statistics is not None:
@@ -162,7 +170,7 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
         return
     table = Table()
     for heading in ("metric", "value", "better", "features"):
-        table.add_column(heading, justify="right" if heading == "value" else "left")
+        table.add_column(heading, justify="right" if heading == "value" else "left", overflow="fold")
     for measured in report["metrics"].values():
         shown = measured["value"] if abs(measured["value"]) > DISPLAY_TOLERANCE else 0.0
         value = f"{shown:.4g}" + (f" ± {measured['std']:.2g}" if measured["std"] is not None else "")
@@ -171,12 +179,17 @@ def print_report(config: EvaluateConfig, report: dict[str, Any]) -> None:
         resize = measured["resize"] if measured["resize"] in ("clean", "tf", "torch") else "its own"
         features = f"{measured['extractor']}, {resize}, {measured['precision']}"
         table.add_row(
-            measured["name"] + (" *" if measured["few"] else ""), escape(value), measured["better"], escape(features)
+            measured["name"] + (" *" if measured["few"] else "") + (" †" if missing else ""),
+            escape(value),
+            measured["better"],
+            escape(features),
         )
     console.print(table)
     notes: dict[str, list[str]] = {}
     for metric, measured in report["metrics"].items():
         if measured["few"]:
             notes.setdefault(measured["note"], []).append(metric)
+    if missing:
+        console.print(f"† without {format_count(len(missing), 'missing image')}; do not compare with a complete run")
     for note, marked in notes.items():
         console.print(f"* {', '.join(marked)}: {note}; do not compare with scores of more images")

@@ -73,6 +73,9 @@ class EvaluateConfig:
     pytorch-fid."""
     allow_few: bool = False
     """Score fewer images than a metric needs; such scores are flagged `few`."""
+    allow_missing: bool = False
+    """Score the images that exist of an unfinished run of `halation generate`; the report lists the missing ones, and
+    the exit code is 1."""
     allow_sizes: bool = False
     """Score a folder whose images differ in size."""
     num_reference: int = setting(5000, low=1, high=10**9)
@@ -165,6 +168,7 @@ class EvaluateConfig:
         Conflict(
             "", "images to score, or a model to generate them", "give one of the two", without="generated model_path"
         ),
+        Conflict("allow_missing model_path", "the output folder of `halation generate`", "leave --allow_missing out"),
         Conflict(
             "prompts",
             "a file that every rank can read",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halation.distributed.world import World
-from halation.errors import HalationError
+from halation.errors import HalationError, format_count
 from halation.evaluation.image_sources import with_digest
 from halation.evaluation.preprocess_pool import ExtractorBatch, PreparedBatch, TransformFn, prepare_images
 from halation.work_division import make_batches
@@ -119,7 +119,7 @@ class SampledImages:
         failed = [row for row in rows if row["state"] == "failed"]
         if failed:
             raise HalationError(
-                f"{len(failed)} of {len(self)} images could not be sampled or scored, "
+                f"{len(failed)} of {format_count(len(self), 'image')} could not be sampled or scored, "
                 f"the first one on rank {failed[0]['rank']}: {failed[0]['reason']}"
             )
 

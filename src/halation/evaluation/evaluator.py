@@ -20,7 +20,7 @@ import numpy as np
 from halation.data.decode import BrokenImageError
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import World, run_on_all_ranks, run_on_rank_zero, run_with_heartbeat
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, format_count
 from halation.evaluation import feature_extraction as extraction
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.drawn_images import DrawnImages, SampledImages
@@ -183,7 +183,11 @@ class Evaluator:
             folder = next(iter(writers.values())).store.folder.parent
             source.open_on_ranks(self.world, folder, bool(missing[self.world.rank :: self.world.size]))
         if missing:
-            log.info("features of %d %s images on %d ranks", len(source), side, self.world.size)
+            log.info(
+                "features of %s on %s",
+                format_count(len(source), f"{side} image"),
+                format_count(self.world.size, "rank"),
+            )
 
         def extract(heartbeat: Heartbeat) -> dict[str, Any]:
             chunks = missing[self.world.rank :: self.world.size]
@@ -302,7 +306,12 @@ class Evaluator:
         """
         config, world = self.config, self.world
         num_batches = next(iter(writers.values())).store.num_chunks
-        log.info("sampling %d of %d batches for an evaluation on %d ranks", len(missing), num_batches, world.size)
+        log.info(
+            "sampling %d of %s for an evaluation on %s",
+            len(missing),
+            format_count(num_batches, "batch"),
+            format_count(world.size, "rank"),
+        )
         # Every chunk is one batch.
         batches = {batch.indices: batch for batch in extraction.plan_batches(writers, missing, config.batch_size)}
         transforms = {label: writer.extractor.transform for label, writer in writers.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from halation.csv_jsonl_reader import decode_blocks, json_rows, read_text_bytes
 from halation.data.decode import SUFFIXES, UNSUPPORTED_SUFFIXES, left_out_message
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.evaluation.image_sources import ImageFiles, find_image_files, read_stamps
 from halation.generation.image_requests import RequestDefaults, iter_requests
 from halation.generation.ledger import LEDGER_FILE, LEDGER_NAMES, Ledger
@@ -25,24 +25,27 @@ NUM_SHOWN = 5
 _SEED_SUFFIX = re.compile(r"_seed\d+\Z")
 
 
-def open_generated(folder: Path) -> ImageFiles:
+def open_generated(folder: Path, *, allow_missing: bool = False) -> ImageFiles:
     """Open an output folder of `halation generate`, or any other folder of images.
 
-    A folder with a ledger must contain exactly the images of the ledger.
+    A folder with a ledger must contain exactly the images of the ledger; with `allow_missing`, some may not exist.
     """
     if not folder.is_dir():
         found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
         raise InputError(f"--generated: {found}", "a folder of images", "check --generated")
     if (folder / LEDGER_FILE).is_file():
         with Ledger(folder / LEDGER_FILE) as ledger:
-            return _open_run(folder, _ledger_rows(ledger))
+            _check_ledger(ledger, allow_missing)
+            missing = [f"{name}.png" for _, name, _ in sorted(ledger.unfinished_names())]
+            return _open_run(folder, _ledger_rows(ledger), missing, allow_missing)
     if (folder / LEDGER_NAMES["files"]).is_dir() and (folder / METADATA_FILE).is_file():
-        return _open_run(folder, _metadata_rows(folder))
+        rows, missing = _metadata_rows(folder, allow_missing)
+        return _open_run(folder, rows, missing, allow_missing)
     return find_image_files(folder, "--generated")
 
 
-def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ledger; raise if it is damaged, empty or unfinished."""
+def _check_ledger(ledger: Ledger, allow_missing: bool) -> None:
+    """Raise if a ledger is damaged, empty or, without `allow_missing`, unfinished."""
     damage = ledger.find_damage()
     if damage:
         index = min(*damage.planned, *damage.outcomes, 2**62)
@@ -58,18 +61,21 @@ def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
             f"restore it from a copy; or remove it, to score the images of {ledger.path.parent} without their prompts",
         )
     counts = ledger.counts()
-    missing = counts["planned"] - counts["done"]
-    if missing:
-        raise _unfinished_error(missing, counts["planned"], counts["failed"])
+    if counts["done"] < counts["planned"]:
+        _check_missing(counts["planned"] - counts["done"], counts["planned"], counts["failed"], allow_missing)
+
+
+def _ledger_rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
     for row in ledger.done_rows():
         spec = row.request.spec
         yield {"name": row.request.name, "prompt": spec.prompt, "frames": spec.num_frames, "sha256": row.sha256}
 
 
-def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a folder that several processes shared.
+def _metadata_rows(folder: Path, allow_missing: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the done rows of a folder that several processes shared, and the missing ones.
 
-    The metadata lists the done images; the summary has the number of planned images.
+    The metadata lists the done images; the summary has the number of planned images. The missing ones are known by
+    their row in the prompt list alone.
     """
     summary = read_json_with_digest(folder / SUMMARY_FILE) if (folder / SUMMARY_FILE).is_file() else {}
     if not is_metadata_intact(folder):
@@ -81,27 +87,39 @@ def _metadata_rows(folder: Path) -> Iterator[dict[str, Any]]:
     rows = list(json_rows(METADATA_FILE, decode_blocks(read_text_bytes(folder / METADATA_FILE))))
     planned = int(summary.get("planned", 0))
     if len(rows) < planned or not rows:
-        raise _unfinished_error(planned - len(rows), planned, int(summary.get("failed", 0)))
-    for row in rows:
-        value = row.values
-        name = Path(value["file_name"]).stem
-        yield {"name": name, "prompt": value["prompt"], "frames": value["num_frames"], "sha256": value["sha256"]}
+        _check_missing(planned - len(rows), planned, int(summary.get("failed", 0)), allow_missing)
+    done = [
+        {
+            "name": Path(row.values["file_name"]).stem,
+            "prompt": row.values["prompt"],
+            "frames": row.values["num_frames"],
+            "sha256": row.values["sha256"],
+        }
+        for row in rows
+    ]
+    indices = {row.values.get("index") for row in rows} if len(rows) < planned else set(range(planned))
+    return done, [f"row {index + 1}" for index in range(planned) if index not in indices]
 
 
-def _unfinished_error(missing: int, planned: int, failed: int) -> InputError:
-    return InputError(
-        f"--generated: {missing} of {planned} images of that run are missing ({failed} of them failed)",
-        "a run without missing images",
-        "run the same `halation generate` again until it ends with exit code 0",
+def _check_missing(missing: int, planned: int, failed: int, allow_missing: bool) -> None:
+    """Raise for missing images unless they are allowed and at least one exists."""
+    if allow_missing and missing < planned:
+        return
+    what = f"{missing} of {format_count(planned, 'image')} of that run {'is' if missing == 1 else 'are'} missing"
+    raise InputError(
+        f"--generated: {what} ({failed} failed)",
+        "a run without missing images" if not allow_missing else "a run with at least one image",
+        "run the same `halation generate` again until it ends with exit code 0"
+        + ("" if allow_missing else ", or pass --allow_missing to score the others"),
     )
 
 
-def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
+def _open_run(folder: Path, rows: Iterable[dict[str, Any]], missing: Sequence[str], allow_missing: bool) -> ImageFiles:
     names, prompts, digests = [], [], []
     for row in rows:
         if row["frames"] != 1:
             raise InputError(
-                f"--generated: {row['name']} is a video of {row['frames']} frames",
+                f"--generated: {row['name']} is a video of {format_count(row['frames'], 'frame')}",
                 "a run of images",
                 "generate with --num_frames 1",
             )
@@ -113,19 +131,29 @@ def _open_run(folder: Path, rows: Iterator[dict[str, Any]]) -> ImageFiles:
     left_out = sorted(name for name in listed if name.lower().endswith(UNSUPPORTED_SUFFIXES))
     if left_out:
         log.warning("--generated: %s", left_out_message(left_out))
-    _raise_if_any(
-        sorted(set(names) - present), folder, "in its ledger and not in the folder", "run `halation generate` again"
-    )
+    absent = set(names) - present
+    if not allow_missing or absent >= set(names):
+        action = "run `halation generate` again" + ("" if allow_missing else ", or pass --allow_missing")
+        _raise_if_any(sorted(absent), folder, "in its ledger and not in the folder", action)
     unexpected = sorted(present - set(names) - {"grid.png"})
     _raise_if_any(unexpected, folder, "in the folder and not in its ledger", "move them elsewhere")
+    kept = [index for index, name in enumerate(names) if name not in absent]
+    if missing or absent:
+        missing = [*missing, *sorted(absent)]
+        log.warning(
+            "--generated: %s of %s missing; scoring the others",
+            len(missing),
+            format_count(len(kept) + len(missing), "image"),
+        )
     return ImageFiles(
         kind="run",
         folder=folder,
-        names=tuple(names),
-        stamps=read_stamps(folder, names),
-        captions=tuple(prompts),
-        digests=tuple(digests),
+        names=tuple(names[index] for index in kept),
+        stamps=read_stamps(folder, [names[index] for index in kept]),
+        captions=tuple(prompts[index] for index in kept),
+        digests=tuple(digests[index] for index in kept),
         num_left_out=len(left_out),
+        missing=tuple(missing),
     )
 
 
@@ -133,7 +161,7 @@ def _raise_if_any(names: Sequence[str], folder: Path, problem: str, action: str)
     if names:
         shown = ", ".join(names[:NUM_SHOWN]) + (" ..." if len(names) > NUM_SHOWN else "")
         raise InputError(
-            f"--generated: {len(names)} images are {problem} ({folder}): {shown}",
+            f"--generated: {format_count(len(names), 'image')} {problem} ({folder}): {shown}",
             "exactly the images that the run generated",
             action,
         )
@@ -168,7 +196,8 @@ def match_prompts(files: ImageFiles, prompts: str | Sequence[str], seed_start: i
     if unmatched:
         shown = ", ".join(unmatched[:NUM_SHOWN]) + (" ..." if len(unmatched) > NUM_SHOWN else "")
         raise InputError(
-            f"{len(unmatched)} of {len(files)} images cannot be matched to one prompt of {prompt_file.name}: {shown}",
+            f"{len(unmatched)} of {format_count(len(files), 'image')} cannot be matched to one prompt of "
+            f"{prompt_file.name}: {shown}",
             "file names {image_id}_seed{seed}.png or {image_id}.png with ids of the list "
             "(six digits from 000001 if it has none)",
             "give the prompt list of the images and, if an id has several prompts, "

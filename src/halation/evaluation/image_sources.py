@@ -18,7 +18,7 @@ from halation.csv_jsonl_reader import csv_rows, decode_blocks, json_rows, read_t
 from halation.data import decode, image_annotations
 from halation.data.image_folder import ImageFolder
 from halation.data.streets import Streets
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import MAX_FOLDER_ENTRIES, data_folder, walk_folder
 from halation.runs.run_folder import hash_json
 
@@ -94,6 +94,8 @@ class ImageFiles:
     """Number of images in unsupported formats."""
     digests: tuple[str, ...] | None = None
     """The SHA-256 of each file in the ledger."""
+    missing: tuple[str, ...] = ()
+    """File names of the run's images that do not exist; only with --allow_missing."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -107,7 +109,10 @@ class ImageFiles:
         path = os.fsencode(self.folder).decode(
             "utf-8", "replace"
         )  # file names may not be valid UTF-8, but the report is
-        return {"kind": self.kind, "path": path} | ({"num_left_out": self.num_left_out} if self.num_left_out else {})
+        facts: dict[str, Any] = {"kind": self.kind, "path": path}
+        if self.num_left_out:
+            facts["num_left_out"] = self.num_left_out
+        return facts | ({"num_missing": len(self.missing), "missing": list(self.missing)} if self.missing else {})
 
     def name(self, index: int) -> str:
         return str(self.folder / self.names[index])
@@ -331,8 +336,11 @@ def _read_captions(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...] 
         return None, error.found
     absent = texts.keys() - set(names)
     if absent:
-        log.warning("%s lists %d images that do not exist, such as %s", path, len(absent), min(absent))
+        log.warning("%s lists %s without a file, such as %s", path, format_count(len(absent), "image"), min(absent))
     missing = [name for name in names if name not in texts]
     if missing:
-        return None, f"{path} has no text for {len(missing)} of {len(names)} images, such as {missing[0]}"
+        return (
+            None,
+            f"{path} has no text for {len(missing)} of {format_count(len(names), 'image')}, such as {missing[0]}",
+        )
     return tuple(texts[name] for name in names), ""

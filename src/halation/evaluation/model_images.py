@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from halation.data.decode import BrokenImageError
 from halation.distributed.world import World, run_on_all_ranks
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.drawn_images import DrawnImages
 from halation.evaluation.image_sources import LoadedImage, with_digest
@@ -217,7 +217,7 @@ def open_model_images(config: EvaluateConfig, device: str) -> ModelImages:
     specs = tuple(request.spec for request in rows)
     if config.num_samples > len(specs) > 0:
         raise InputError(
-            f"--num_samples {config.num_samples} of {len(specs)} prompts in {prompts.name}",
+            f"--num_samples {config.num_samples} of {format_count(len(specs), 'prompt')} in {prompts.name}",
             "at most the number of prompts",
             "omit --num_samples to use all prompts",
         )

@@ -17,7 +17,7 @@ from halation.data.streets.dataset import MAX_SIZE, MIN_SIZE
 from halation.distributed.launcher import describe_device
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import World, run_on_rank_zero
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import HalationError, InputError, Interrupted, format_count
 from halation.evaluation import evaluator, saved_statistics
 from halation.evaluation.config import EvaluateConfig, check_reference, fid_conflict
 from halation.evaluation.drawn_images import SampledImages
@@ -117,13 +117,13 @@ class EvaluationSession:
             known = [num for num in num_images.values() if num is not None]
             if metric == "prdc" and settings.nearest_k >= min(known):
                 raise InputError(
-                    f"--nearest_k {settings.nearest_k} with {min(known)} images",
+                    f"--nearest_k {settings.nearest_k} with {format_count(min(known), 'image')}",
                     "fewer neighbours than images",
                     "change --nearest_k, or give more images",
                 )
             if metric not in ("fid", "fd") and max(known) > self.config.keep_features:
                 raise InputError(
-                    f"{metric} of {max(known)} images with --keep_features {self.config.keep_features}",
+                    f"{metric} of {format_count(max(known), 'image')} with --keep_features {self.config.keep_features}",
                     "kept features: for more images, only moments are kept",
                     "raise --keep_features, or compute only fid or fd",
                 )
@@ -170,11 +170,14 @@ class EvaluationSession:
             reference_facts = {"kind": "statistics", "path": path, "num": saved.num, "made": saved.facts}
         generated_features = evaluator.load_features(self.generated, "generated", writers["generated"])
         metrics = evaluator.compute_metrics(generated_features, reference_features, self.generated.captions)
+        if isinstance(self.generated, ImageFiles) and self.generated.missing:
+            for entry in metrics.values():
+                entry["num_missing"] = len(self.generated.missing)
         if "clip" in metrics:
             extractor = self.extractors[self.plan.metric_labels["clip"]]
             num_truncated = len(extractor.find_truncated(self.generated.captions or ()))
             if num_truncated:
-                log.warning("%d prompts exceed the CLIP model's token limit and were truncated", num_truncated)
+                log.warning("%s cut off at the CLIP model's token limit", format_count(num_truncated, "prompt"))
             metrics["clip"]["num_truncated_prompts"] = num_truncated
         if self.config.save_statistics is not None:
             self._save_statistics(self.config.save_statistics, generated_features["main"])
@@ -261,12 +264,12 @@ def open_images(config: EvaluateConfig) -> ImageFiles | ModelImages:
     """Open the images to score, with prompts if known, without decoding or loading a model."""
     if config.model_path:
         return open_model_images(config, "cpu")
-    files = open_generated(Path(config.generated))
+    files = open_generated(Path(config.generated), allow_missing=config.allow_missing)
     if config.prompts:
         files = match_prompts(files, config.prompts, config.seed_start)
     if config.num_samples > len(files):
         raise InputError(
-            f"--num_samples {config.num_samples} of {len(files)} images in {config.generated}",
+            f"--num_samples {config.num_samples} of {format_count(len(files), 'image')} in {config.generated}",
             "at most the number of images",
             "omit --num_samples to score all images",
         )

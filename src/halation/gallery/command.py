@@ -24,7 +24,7 @@ from typing import Any
 from halation import __version__
 from halation.config import check_settings, to_stored_names
 from halation.distillation.config import DistillConfig
-from halation.errors import InputError, install_command
+from halation.errors import InputError, format_count, install_command
 from halation.gallery import html_export
 from halation.gallery.access_control import AllowedHosts, new_token
 from halation.gallery.config import GalleryConfig
@@ -137,7 +137,7 @@ def _export(config: GalleryConfig, file: Path) -> int:
     catalog.refresh()
     scores.refresh()
     result = html_export.export(html_export.select_runs(catalog), catalog, scores, file, config.export_images)
-    counted = f"{result.num_images} image" + ("" if result.num_images == 1 else "s")
+    counted = format_count(result.num_images, "image")
     print(f"halation gallery: {result.path} ({counted}, {result.num_bytes / 1e6:.1f} MB)")
     for sentence in result.left_out:
         print(f"  {sentence}")
@@ -216,7 +216,7 @@ def _startup_message(
 ) -> str:
     summaries = [entry.summary() for entry in catalog.entries()]
     running = sum(summary["state"] == "running" for summary in summaries)
-    counted = f"{len(summaries)} run" + ("" if len(summaries) == 1 else "s")
+    counted = format_count(len(summaries), "run")
     if not summaries:
         counted = "no runs yet" if scan_done else "looking for runs"
     counted += (f" ({running} running)" if running else "") + ("" if scan_done or not summaries else " so far")

@@ -39,6 +39,7 @@ EVALUATION_FOLDER = "evaluation"
 IMAGE_KEY = re.compile(r"e([0-9a-f]{10})\.([0-9]{1,4})")
 PROVENANCE_KEYS = (
     *("extractor", "weights", "weights_sha256", "resize", "precision", "num_generated", "num_reference"),
+    *("num_missing",),
     *("generated_hash", "reference_hash", "subsets", "subset_size", "nearest_k", "rank_deficient", "bootstrap"),
 )
 IDENTITY_KEYS = (

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.gallery.evaluation_reports import EXTREME_SIDES, ScoreIndex
 from halation.gallery.generation_runs import RowQuery
 from halation.gallery.run_catalog import RunCatalog, SafeRunEntry
@@ -283,7 +283,7 @@ def _add_training(
                 num_left -= embedder.embed(entry.id, key, entry.image)
     content.responses[f"/api/runs/{entry.id}"] = {**detail, "steps": [steps[index] for index in chosen]}
     if len(chosen) < len(steps):
-        content.left_out.append(f"samples of {len(chosen)} of {len(steps)} steps are on this page")
+        content.left_out.append(f"samples of {len(chosen)} of {format_count(len(steps), 'step')} are on this page")
 
 
 def _image_keys(step: Mapping[str, Any]) -> Iterable[str]:

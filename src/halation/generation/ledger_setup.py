@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.generation.image_requests import (
     ImageRequest,
     RenamedId,
@@ -193,8 +193,8 @@ def repair(ledger: Ledger, prompts: PromptFile, folder: Path) -> None:
     ledger.restore_outcomes(outcomes, opened)
     rows = sorted({*damage.planned, *damage.outcomes})
     log.warning(
-        "%s: %d rows were damaged (the first is row %d); restored from %s and the images, %d are generated again",
-        ledger.path, len(rows), rows[0] + 1, prompts.name, len(opened),
+        "%s: %s damaged (the first is row %d); restored from %s and the images, %d to generate again",
+        ledger.path, format_count(len(rows), "row"), rows[0] + 1, prompts.name, len(opened),
     )  # fmt: skip
     remaining = ledger.find_damage()
     if remaining:
@@ -256,7 +256,7 @@ def _take_first(request_iterator: Iterator[ImageRequest], limit: int, source: st
         yield request
     if num_taken < limit:
         raise InputError(
-            f"--num_samples {limit}, but {source} has {num_taken} prompts",
+            f"--num_samples {limit}, but {source} has {format_count(num_taken, 'prompt')}",
             "at most as many samples as prompts",
             "omit --num_samples to use all prompts",
         )
@@ -303,7 +303,7 @@ def _compare_with_plan(
     if lines:
         shown = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{num_different} prompts differ from those of their images in this folder:\n{shown}",
+            f"{format_count(num_different, 'prompt')} changed since the images in this folder were generated:\n{shown}",
             "the same prompts as before, with new ones only at the end",
             "use the old list, or another --output_dir",
         )
@@ -325,7 +325,9 @@ def _check_names_unused(used_names: frozenset[str], rows: Iterable[ImageRequest]
 def _write_renamed(folder: Path, renamed: list[RenamedId], request_iterator: RequestIterator) -> None:
     """Warn about ids that cannot be file names, and list all of them in a file."""
     if request_iterator.num_shared_ids:
-        log.warning("%d ids occur in more than one row; their images differ by seed", request_iterator.num_shared_ids)
+        log.warning(
+            "%s in more than one row; the images differ by seed", format_count(request_iterator.num_shared_ids, "id")
+        )
     if not renamed:
         return
     path = folder / RENAMED_FILE
@@ -334,4 +336,4 @@ def _write_renamed(folder: Path, renamed: list[RenamedId], request_iterator: Req
         path, old + b"".join((json.dumps(asdict(row), ensure_ascii=True) + "\n").encode() for row in renamed)
     )
     shown = "; ".join(f"{row.id[:60]!r} -> {row.name}" for row in renamed[:NUM_SHOWN])
-    log.warning("%d ids cannot be file names and were mapped (see %s): %s", len(renamed), RENAMED_FILE, shown)
+    log.warning("%s mapped to valid file names (see %s): %s", format_count(len(renamed), "id"), RENAMED_FILE, shown)

@@ -16,7 +16,7 @@ from typing import Any
 
 from halation.config import as_json, fixed_settings
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.errors import InputError, Interrupted
+from halation.errors import InputError, Interrupted, format_count
 from halation.generation import metadata_and_summary
 from halation.generation.config import RESOLVED_SETTINGS, GenerateConfig
 from halation.generation.image_requests import ImageRequest, RequestDefaults, RowCheck
@@ -196,7 +196,8 @@ class GenerationSession:
         if config.enable_half_frame and config.num_frames == 1:
             yield "--enable_half_frame has no effect with one frame"
         if config.cfg_truncation_step is not None and config.cfg_truncation_step >= steps:
-            yield f"--cfg_truncation_step {config.cfg_truncation_step} has no effect: there are only {steps} steps"
+            only = format_count(steps, "step")
+            yield f"--cfg_truncation_step {config.cfg_truncation_step} has no effect: there are only {only}"
         yield from self.model_ref.warnings(steps, config.guidance_scale, prompts)
 
     def _check_ledger(self, prompts: PromptFile) -> None:
@@ -268,7 +269,7 @@ class GenerationSession:
         """Reopen done rows whose files are missing or, with --verify, damaged."""
         missing = metadata_and_summary.find_missing(self.folder, self.ledger.done_names())
         if missing:
-            log.warning("%d images are done but their files are missing: generating them again", len(missing))
+            log.warning("%s done, but without a file: generating again", format_count(len(missing), "image"))
             self._reopen(missing)
         if self.config.verify:
             damages = self._verify()
@@ -341,8 +342,8 @@ class GenerationSession:
             if signals.number:
                 left = self.ledger.counts()
                 raise Interrupted(
-                    f"stopped with {left['planned'] - left['done']} of {left['planned']} images missing; "
-                    "run the same command to generate them",
+                    f"stopped with {left['planned'] - left['done']} of {format_count(left['planned'], 'image')} "
+                    "missing; run the same command to generate them",
                     exit_code(signals.number),
                 )
         else:
@@ -459,7 +460,7 @@ class GenerationSession:
         missing = counts["planned"] - counts["done"]
         if self.config.progress not in ("json", "none"):
             rate = f", {stats.num_drawn} generated now in {stats.elapsed_s:.0f} s" if stats else ", all already done"
-            lines = [f"{counts['done']} of {counts['planned']} images in {self.folder}{rate}"]
+            lines = [f"{counts['done']} of {format_count(counts['planned'], 'image')} in {self.folder}{rate}"]
             for reason, number in list(metadata_and_summary.count_reasons(self.ledger.failed_rows()).items())[:5]:
                 lines.append(f"  {number} failed: {reason}")
             if missing:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from halation.errors import HalationError
+from halation.errors import HalationError, format_count
 from halation.generation.ledger import ImageOutcome, Ledger
 from halation.generation.metadata_and_summary import WorkerStats
 from halation.generation.work_queue import WorkerState, WorkItem, WorkQueue
 from halation.generation.workers.local_pool import QUEUE_DEPTH, WorkerEvent, WorkerPool
+from halation.logging_setup import ON_CONSOLE
 from halation.progress import GenerationProgress
 from halation.work_division import BatchPlan
 
@@ -337,7 +338,8 @@ class Supervisor:
             and not any(state.num_done for state in self.workers)
         ):
             raise HalationError(
-                f"the first {num_failed} images all failed with: {next(iter(self.failure_reasons.values()))}\n"
+                f"the first {format_count(num_failed, 'image')} all failed with: "
+                f"{next(iter(self.failure_reasons.values()))}\n"
                 "no image was generated; fix the cause and run the same command again"
             )
 
@@ -388,7 +390,12 @@ class Supervisor:
         if state.num_deaths >= MAX_DEATHS_IN_A_ROW:
             state.status = "retired"
             self.progress.set_state(state.name, "given up")
-            log.warning("%s: %s; not restarted after %d deaths in a row", state.name, reason, state.num_deaths)
+            log.warning(
+                "%s: %s; not restarted after %s in a row",
+                state.name,
+                reason,
+                format_count(state.num_deaths, "death"),
+            )
             spare = next((number for number, other in enumerate(self.workers) if other.status == "spare"), None)
             if spare is not None:
                 self._start_worker(spare)
@@ -414,7 +421,7 @@ class Supervisor:
                 self.pool.kill(worker)
         if self.stop_signal() and not self.is_stopping:
             self.is_stopping = True
-            log.warning("stopping after the batches in progress; signal again to stop immediately")
+            log.info("stopping after the batches in progress; signal again to stop immediately", extra=ON_CONSOLE)
             self.work_queue.clear()
             for worker, state in enumerate(self.workers):
                 if state.status == "ready":

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import check_numbers
 from halation.models.denoiser import ImageSpace, NonFiniteRowsError, non_finite_rows
 from halation.models.pipelines.folder_safety_check import check_model_sizes, read_json
@@ -160,7 +160,7 @@ class LatentSpace:
         images = self._decode_in_dtype(latents, dtype)
         overflowed = non_finite_rows(images) if dtype != torch.float32 else ()
         if overflowed:
-            logger.info("%d images overflowed in %s; decoding them again in float32", len(overflowed), dtype)
+            logger.info("%s overflowed in %s; decoding again in float32", format_count(len(overflowed), "image"), dtype)
             for row in overflowed:
                 images[row] = self._decode_in_dtype(latents[row : row + 1], torch.float32)[0]
         return denormalize_images(images)

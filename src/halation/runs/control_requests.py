@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.errors import HalationError, InputError
+from halation.logging_setup import ON_CONSOLE
 from halation.runs import lock
 from halation.runs import run_folder as runs
 
@@ -204,7 +205,8 @@ class ControlInbox:
             reason = refused.get(row["action"], "")
             self.requested_by[row["action"]] = str(row["by"])
             what = f"not done at step {step}: {reason}" if reason else f"accepted at step {step}"
-            log.warning("%s, requested by %s, is %s", row["action"], row["by"], what)
+            level = logging.WARNING if reason else logging.INFO
+            log.log(level, "%s, requested by %s, is %s", row["action"], row["by"], what, extra=ON_CONSOLE)
             response = {name: row[name] for name in ("action", "id", "by")} | {"step": step, "time": time.time()}
             try:
                 with open(self.folder / RESPONSES_FILE, "ab") as file:

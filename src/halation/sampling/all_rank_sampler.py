@@ -22,7 +22,7 @@ from halation import work_division
 from halation.distributed import rng
 from halation.distributed.launcher import is_lost_peer_message
 from halation.distributed.world import HeartbeatMonitor, World
-from halation.errors import InputError, RankFailure, shorten
+from halation.errors import InputError, RankFailure, format_count, shorten
 from halation.fault_injection import fault_point
 from halation.models.denoiser import (
     DecodedImages,
@@ -373,10 +373,10 @@ class DenoiserSampler:
         batches = work_division.make_batches(specs, self.settings.batch_size, by_guidance=True)
         todo = find_missing_batches(self.world, sample_folder, batches)
         log.info(
-            "Generating samples: %d of %d images on %d ranks (%s)",
+            "Generating samples: %d of %s on %s (%s)",
             sum(batches[i].num_real for i in todo),
-            len(specs),
-            self.world.size,
+            format_count(len(specs), "image"),
+            format_count(self.world.size, "rank"),
             label,
         )
         rows = self.draw_batches(batches, todo, SampleWriter(sample_folder, self.settings.sampler), f"sampling {label}")

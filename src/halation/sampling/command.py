@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from halation.config import as_json, check_settings, from_json
 from halation.distributed import launcher
 from halation.distributed.stop_signals import exit_code
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import HalationError, InputError, Interrupted, format_count
 from halation.input_files import read_bytes
 from halation.models.model_folder import bundled_names, portable_name, resolve_model_path, suggest_model
 from halation.models.model_path_resolver import ModelRef
@@ -206,18 +206,18 @@ def _draw_samples(world: World, config: SampleConfig, folder: Path) -> None:
     missing = [row for row in rows if row["state"] != "done"]
     if missing and signals.number:
         raise Interrupted(
-            f"stopped with {len(missing)} of {len(rows)} images missing; run the same command again to sample them",
+            f"stopped with {len(missing)} of {format_count(len(rows), 'image')} missing; "
+            "run the same command again to sample them",
             exit_code(signals.number),
         )
     if missing:
         reasons = "\n".join(f"  {row['file']}: {row['reason'] or 'interrupted'}" for row in missing)
         raise HalationError(
-            f"{len(missing)} of {len(rows)} images are missing; run the same command again to sample them:\n{reasons}"
+            f"{len(missing)} of {format_count(len(rows), 'image')} missing; "
+            f"run the same command again to sample them:\n{reasons}"
         )
     if world.is_rank_zero and config.progress not in ("json", "none"):
-        sys.stderr.write(
-            f"{len(rows)} image{'s' if len(rows) > 1 else ''} in {folder}, overview in {folder / 'grid.png'}\n"
-        )
+        sys.stderr.write(f"{format_count(len(rows), 'image')} in {folder}, overview in {folder / 'grid.png'}\n")
 
 
 def _merge_settings(config: SampleConfig, recorded: dict[str, Any]) -> dict[str, Any]:

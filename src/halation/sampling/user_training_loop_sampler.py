@@ -21,7 +21,7 @@ from torch import nn
 from halation import work_division
 from halation.distributed.external_process_group import external_world, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World, run_on_rank_zero
-from halation.errors import InputError, RankFailure
+from halation.errors import InputError, RankFailure, format_count
 from halation.input_files import read_json
 from halation.runs.lock import hold_folder
 from halation.runs.run_folder import EXTERNAL_TRAINER, MetricsFile, RunFolder, write_json_with_digest
@@ -226,7 +226,13 @@ class RankSampler:
         if world.is_rank_zero:
             with self._log_errors(f"the gallery does not show that samples of step {step} are in progress"):
                 write_json_with_digest(sample_folder.index_path, {**metadata, "samples": []})
-        log.info("Generating samples: %d of %d images on %d ranks (step %d)", len(todo), len(specs), world.size, step)
+        log.info(
+            "Generating samples: %d of %s on %s (step %d)",
+            len(todo),
+            format_count(len(specs), "image"),
+            format_count(world.size, "rank"),
+            step,
+        )
         with self._swap_weights() if todo else contextlib.nullcontext():
             rows = sampler.draw_batches(batches, todo, SampleWriter(sample_folder, ""), f"sampling step {step}")
         self._num_forwards = sampler.num_forwards

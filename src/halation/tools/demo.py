@@ -20,7 +20,7 @@ from halation.data.streets import DRIVING_PROMPTS, Streets
 from halation.distributed import launcher
 from halation.distributed.child_process import describe_exit, start_command, wait_for_command
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.errors import HalationError, InputError, Interrupted, install_command
+from halation.errors import HalationError, InputError, Interrupted, format_count, install_command
 from halation.generation.ledger import LEDGER_FILE, count_rows
 from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.generation.read_only_ledger import SqliteLedgerReader
@@ -151,11 +151,15 @@ class Demo:
 
     def train(self) -> None:
         print_paragraph(
-            f"A small diffusion transformer learns the embedded street scenes on {_pluralize(self.num_ranks, 'rank')}. "
-            "At each checkpoint every rank produces its share of the samples."
+            "A small diffusion transformer learns the embedded street scenes on "
+            f"{format_count(self.num_ranks, 'rank')}. At each checkpoint every rank produces its share of the samples."
         )
         self.print_and_run(self.train_command())
-        draw_progress(RunFolder(self.training), self.progress, f"{self.config.n_steps} steps on {self.num_ranks} ranks")
+        draw_progress(
+            RunFolder(self.training),
+            self.progress,
+            f"{format_count(self.config.n_steps, 'step')} on {format_count(self.num_ranks, 'rank')}",
+        )
         print(f"The progress of the training in one image: {self.progress}", flush=True)
 
     def generate(self) -> None:
@@ -170,7 +174,7 @@ class Demo:
         else:
             print_paragraph(
                 f"{MODEL}, a model that comes with Halation, generates images for the {NUM_IMAGES} captions of "
-                f"{self.prompts} on {_pluralize(self.num_workers, 'worker')}. The demo kills this command and its "
+                f"{self.prompts} on {format_count(self.num_workers, 'worker')}. The demo kills this command and its "
                 "workers in the middle (SIGKILL)."
             )
             killed = self.print_and_run(command, lambda: num_images_done(self.images) >= KILL_AFTER_NUM_IMAGES)
@@ -182,8 +186,8 @@ class Demo:
             )
         self.print_and_run(command)
         print_paragraph(
-            f"{num_before} images were kept, {NUM_IMAGES - num_before} were generated after the kill. For comparison, "
-            "the same images without a kill, on one worker:"
+            f"Kept: {format_count(num_before, 'image')}, generated after the kill: {NUM_IMAGES - num_before}. For "
+            "comparison, the same images without a kill, on one worker:"
         )
         self.print_and_run(self.generate_command(self.uninterrupted, 1))
         self.num_equal, different = compare_outputs(self.images, self.uninterrupted)
@@ -284,7 +288,7 @@ def compare_outputs(one: Path, other: Path) -> tuple[int, list[str]]:
     different = [name for name, (first, second) in zip(names, contents, strict=True) if first != second]
     num_equal = len(names) - 1 - sum(name != METADATA_FILE for name in different)
     if num_equal != NUM_IMAGES and not different:
-        different = [f"their number ({num_equal} images, expected {NUM_IMAGES})"]
+        different = [f"their number ({format_count(num_equal, 'image')}, expected {NUM_IMAGES})"]
     return num_equal, different
 
 
@@ -329,7 +333,3 @@ def program_name() -> str:
 
 def print_paragraph(text: str) -> None:
     print(textwrap.fill(text, LINE_LENGTH, break_long_words=False, break_on_hyphens=False), flush=True)
-
-
-def _pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

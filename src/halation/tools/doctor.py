@@ -23,7 +23,7 @@ from halation import __version__
 from halation.config import check_settings
 from halation.distributed.child_process import wait_or_kill
 from halation.distributed.launcher import DEVICE_ENV, RENDEZVOUS_ENV, start_ranks
-from halation.errors import HalationError, InputError, install_command, read_extras
+from halation.errors import HalationError, InputError, format_count, install_command, read_extras
 from halation.fault_injection import fault_point
 from halation.models.model_folder import bundled_folder, bundled_names
 from halation.runs.run_folder import scratch_folder
@@ -106,7 +106,8 @@ def _devices() -> dict[str, Any]:
         pynvml.nvmlShutdown()
     except Exception:  # noqa: BLE001 - no library or no driver: nothing to compare with
         pass
-    hint = f"the driver has {num_seen} GPUs, torch can use {len(gpus)}: check CUDA_VISIBLE_DEVICES and torch's build"
+    hint = f"the driver has {format_count(num_seen, 'GPU')}, torch can use {len(gpus)}: check CUDA_VISIBLE_DEVICES and "
+    hint += "torch's build"
     return {"gpus": gpus, "driver": driver, "hint": hint if num_seen > len(gpus) else None}
 
 
@@ -281,7 +282,7 @@ def run_rank(config: DoctorConfig) -> None:
     dist.all_reduce(values)
     expected = world_size * (world_size + 1) / 2
     if not bool((values == expected).all()):
-        raise HalationError(f"the sum over {world_size} ranks is {values[0].item()}, not {expected}")
+        raise HalationError(f"the sum over {format_count(world_size, 'rank')} is {values[0].item()}, not {expected}")
     seconds = []
     for _ in range(NUM_REPEATS):
         start = time.perf_counter()

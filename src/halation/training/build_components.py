@@ -23,7 +23,8 @@ from halation.distributed.engines import deepspeed_config
 from halation.distributed.engines.ddp_fsdp import DDPEngine, Engine, EngineSettings, FSDPEngine
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero
-from halation.errors import HalationError, InputError, os_error_message
+from halation.errors import HalationError, InputError, format_count, os_error_message
+from halation.logging_setup import ON_CONSOLE
 from halation.models.checkpoint_loading import load_denoiser
 from halation.models.denoiser import ImageSpace
 from halation.models.dit.denoiser import DiTDenoiser, create_dit
@@ -90,8 +91,8 @@ def open_source(
     source = open_data()
     check_dataset(source, cache, quiet=True)  # cached and logged by now
     if bucket_multiple and world.is_rank_zero:
-        for line in describe_buckets(source, bucket_multiple):
-            log.warning("%s", line)
+        for number, line in enumerate(describe_buckets(source, bucket_multiple)):
+            log.log(logging.WARNING if number else logging.INFO, "%s", line, extra=ON_CONSOLE)
     return _build_cache(world, config, source, space, kind, cache) if kind in ("pixels", "latents") else source
 
 
@@ -194,7 +195,7 @@ def _check_model_matches(
     if denoiser.class_names and denoiser.class_names != source.class_names:
         raise InputError(
             f"--model {config.model} has {len(denoiser.class_names)} classes, "
-            f"--data {config.data} has {len(source.class_names)} others",
+            f"--data {config.data} has {format_count(len(source.class_names), 'other')}",
             "a data set with the classes that the model was trained on",
             "choose other data, or a model with text prompts",
         )
@@ -281,7 +282,7 @@ def check_engine_settings(name: str, world: World, settings: EngineSettings) -> 
     name = resolve_engine_name(name, world.size)
     if name == "single" and world.size > 1:
         raise InputError(
-            f"--engine single with {world.size} ranks",
+            f"--engine single with {format_count(world.size, 'rank')}",
             "one rank",
             "use --engine ddp or fsdp, or --nproc 1 (the ranks would train separate models)",
         )

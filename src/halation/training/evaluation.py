@@ -22,7 +22,7 @@ from halation.data.streets import caption, scene
 from halation.distributed import rng
 from halation.distributed.launcher import describe_device
 from halation.distributed.world import World, run_on_all_ranks, run_on_rank_zero
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, format_count
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.drawn_images import SampledImages
 from halation.evaluation.evaluator import (
@@ -83,7 +83,7 @@ def open_evaluation_data(config: TrainConfig, source: ImageDataset, run: runs.Ru
     prompts = tuple(folder.prompt(index) for index in range(min(config.eval_images, len(reference))))
     if folder.num_train < MIN_REFERENCE_IMAGES:
         raise InputError(
-            f"--eval_every with {folder.num_train} images in {folder.name}",
+            f"--eval_every with {format_count(folder.num_train, 'image')} in {folder.name}",
             f"at least {MIN_REFERENCE_IMAGES} real images to compare with",
             "leave --eval_every out, or give more images",
         )

@@ -28,7 +28,8 @@ from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines import deepspeed_config
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.world import World
-from halation.errors import InputError
+from halation.errors import InputError, format_count
+from halation.logging_setup import ON_CONSOLE
 from halation.models.autoencoder import LatentSpace
 from halation.models.denoiser import Denoiser
 from halation.sampling.all_rank_sampler import SampleSettings
@@ -447,7 +448,7 @@ def warm_up(
     if world.device.type != "cuda":
         _check_batch_fits_host(world, config, task.denoiser, rows)
     if config.compile and world.is_rank_zero:
-        log.warning("compiling the blocks, which takes a minute or two before the first step")
+        log.info("compiling the blocks, which takes a minute or two before the first step", extra=ON_CONSOLE)
     # Pinned memory is allocated while blocks are compiled: it stalls the GPU, so during training it would slow down
     # many steps.
     checkpoints.reserve(checkpoint_state.pinned_tensor_bytes(networks))
@@ -463,7 +464,7 @@ def warm_up(
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
         raise InputError(
-            f"a batch of {rows} images does not fit into the memory of {world.device}",
+            f"a batch of {format_count(rows, 'image')} does not fit into the memory of {world.device}",
             "a batch that fits",
             batch_size_hint(config, max(1, rows // 2)),
         ) from error
@@ -568,7 +569,8 @@ def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine,
             denoising_objective(task.denoiser)(task.denoiser.module, TrainingTask.dummy_batch(task, num_rows))
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"a forward of {num_rows} rows does not fit into the memory of {task.world.device} beside training",
+            f"a forward of {format_count(num_rows, 'row')} does not fit into the memory of {task.world.device} "
+            "beside training",
             "enough free memory for it",
             hint,
         ) from error

@@ -18,7 +18,7 @@ from halation.data import text_cache as cache
 from halation.data.dataset_protocol import ImageDataset
 from halation.data.text_cache import Encode
 from halation.distributed.world import HeartbeatMonitor, World, run_on_rank_zero, run_with_heartbeat
-from halation.errors import HalationError, InputError, os_error_message
+from halation.errors import HalationError, InputError, format_count, os_error_message
 from halation.models.denoiser import Denoiser
 from halation.progress import delayed_progress
 from halation.runs.run_folder import RunFolder, read_record, record_facts
@@ -203,11 +203,13 @@ def cache_texts(
 
     num_missing = run_on_rank_zero(world, "looking for text embeddings", count_missing, config.dist_timeout_s)
     if num_missing:
-        log.info("encoding %d texts once, into %s", num_missing, cache_folder)
+        log.info("encoding %s once, into %s", format_count(num_missing, "text"), cache_folder)
         num_truncated = sum(denoiser.truncation_flags(texts[:MAX_TRUNCATION_CHECKS])) if world.is_rank_zero else 0
         if num_truncated:
             log.warning(
-                "%d of %d texts are longer than the model reads; their ends have no effect", num_truncated, len(texts)
+                "%d of %s longer than the model reads; the ends have no effect",
+                num_truncated,
+                format_count(len(texts), "text"),
             )
         _encode_texts(world, config, denoiser, texts, cache_folder, fingerprint)
     denoiser.set_text_store(cache.open_cache(cache_folder, fingerprint, verify=False))

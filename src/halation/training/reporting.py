@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from halation.errors import InputError, install_command
+from halation.errors import InputError, format_count, install_command
+from halation.logging_setup import ON_CONSOLE
 from halation.progress import StepProgress
 from halation.runs.run_folder import MetricsFile
 from halation.training.config import TrainConfig
@@ -62,27 +63,23 @@ def log_run_start(
     world, source = task.world, task.source
     if world.device.type == "cuda" and settings.batch_size == 1 and len(settings.prompts) > 2 * world.size:
         log.info("sampling one image at a time; --sample_batch_size %d would be one batch", len(settings.prompts))
-    noun = task.item_name
-    if source.num_train > 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    log.warning(
-        "%s%s on %s: %s, %d %s, global batch %d, %d rank%s (%s, %s, %s)",
+    log.info(
+        "%s%s on %s: %s, %s, global batch %d, %s (%s, %s, %s)",
         "" if resumed_at is None else f"resuming from step {resumed_at}: ",
         task.title,
         source.name,
         describe_parameters(config, engine.num_trainable, engine.num_parameters),
-        source.num_train,
-        noun,
+        format_count(source.num_train, task.item_name),
         global_batch,
-        world.size,
-        "s" if world.size > 1 else "",
+        format_count(world.size, "rank"),
         engine.name,
         world.device.type,
         config.dtype if config.weights_dtype == "fp32" else f"{config.dtype}, weights {config.weights_dtype}",
+        extra=ON_CONSOLE,
     )
     layers = count_adapter_layers([name for name, _ in engine.named_parameters()])
     if layers:
-        log.info("adapters on %d layers: %s", sum(layers.values()), ", ".join(sorted(layers)))
+        log.info("adapters on %s: %s", format_count(sum(layers.values()), "layer"), ", ".join(sorted(layers)))
 
 
 def describe_parameters(config: TrainConfig, num_trained: int, num_parameters: int) -> str:
@@ -124,7 +121,7 @@ class StepLogger:
         """
         config = self.config
         numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(images_per_s, 2)}
-        self.progress.update(report.step, f"mean loss {mean_loss:.4f}  {images_per_s:.0f} images/s", numbers)
+        self.progress.update(report.step, f"mean loss {mean_loss:.4f}", numbers, images_per_s=images_per_s)
         if report.step % config.log_every and report.step not in (1, config.n_steps):
             return
         # One forward and two backward products; the frozen weights under adapters need only one backward product.

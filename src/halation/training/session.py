@@ -23,9 +23,9 @@ from halation.distributed.checkpoint.writer import CheckpointWriter
 from halation.distributed.engines.ddp_fsdp import Engine
 from halation.distributed.stop_signals import StopSignals, exit_code
 from halation.distributed.world import HeartbeatMonitor, World, check_ranks_agree, run_on_rank_zero, run_with_heartbeat
-from halation.errors import HalationError, InputError, Interrupted, RankFailure
+from halation.errors import HalationError, InputError, Interrupted, RankFailure, format_count
 from halation.flow.ema import Ema
-from halation.logging_setup import log_duration
+from halation.logging_setup import ON_CONSOLE, log_duration
 from halation.models.denoiser import compile_blocks
 from halation.models.dtypes import DTYPES
 from halation.progress import StepProgress
@@ -102,7 +102,8 @@ class TrainingSession:
         self.sample_settings = settings = self.task.sample_settings()
         if world.is_rank_zero and not is_complete:
             guidance = settings.guidance_scale
-            log.warning("%s", pipeline_finetuning.describe_defaults(given, config, self.denoiser.name, guidance))
+            defaults = pipeline_finetuning.describe_defaults(given, config, self.denoiser.name, guidance)
+            log.info("%s", defaults, extra=ON_CONSOLE)
         num_drawn = len(settings.prompts) if config.sample_all else world.size
         self.checkpoint_settings = dataclasses.replace(settings, prompts=settings.prompts[:num_drawn])
         self.evaluator: evaluation.TrainingEvaluator | None = None
@@ -235,8 +236,13 @@ class TrainingSession:
     def _train(self) -> None:
         config, world = self.config, self.world
         number, rows = work_division.micro_batch_layout(self.global_batch, world.size, config.batch_size)
-        micro = f"{number} micro-batch{'es' if number > 1 else ''}"
-        log.info("global batch %d: %s of %d rows on each of %d ranks", self.global_batch, micro, rows, world.size)
+        log.info(
+            "global batch %d: %s of %s on %s",
+            self.global_batch,
+            format_count(number, "micro-batch"),
+            format_count(rows, "row"),
+            f"each of {world.size} ranks" if world.size > 1 else "1 rank",
+        )
         loader = self.task.open_loader(self.train_state, self.global_batch)
         self.cleanup.callback(loader.close)
         settings = StepSettings(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.generation.metadata_and_summary import METADATA_FILE
 from halation.images import grid
 from halation.images.plot import best_direction, draw_panels, format_number, metric_panels
@@ -23,7 +23,7 @@ from halation.runs.run_folder import METRICS_FILE, read_json_with_digest, step_n
 
 EVALUATION_FILE = "evaluation.json"
 NUM_GRID_IMAGES, NUM_COLUMNS = 16, 4
-METRIC_KEYS = ("name", "value", "std", "better", "few")
+METRIC_KEYS = ("name", "value", "std", "better", "few", "num_missing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,11 @@ class CheckpointScore:
     step: int
     checkpoint: str
     metrics: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def num_missing(self) -> int:
+        """The number of images that failed and are not scored."""
+        return max((int(entry.get("num_missing") or 0) for entry in self.metrics.values()), default=0)
 
     def value(self, metric: str) -> float:
         return float(self.metrics[metric]["value"])
@@ -102,7 +107,8 @@ def format_score(score: CheckpointScore, scores: Sequence[CheckpointScore], metr
         f"{score.metric_name(other)} {format_number(score.value(other))}" for other in score.metrics if other != metric
     ]
     few = ", of few images" if any(entry.get("few") for entry in score.metrics.values()) else ""
-    return f"step {score.step}: {', '.join(words)}{few}"
+    missing = f", without {format_count(score.num_missing, 'missing image')}" if score.num_missing else ""
+    return f"step {score.step}: {', '.join(words)}{few}{missing}"
 
 
 def write_metrics(folder: Path, scores: Sequence[CheckpointScore], title: str) -> None:

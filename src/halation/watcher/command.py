@@ -11,7 +11,7 @@ from halation.data.image_annotations import read_folder
 from halation.data.streets import caption, scene
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.evaluation.config import EvaluateConfig, check_reference
 from halation.models.model_folder import bundled_folder
 from halation.progress import WatchProgress
@@ -106,7 +106,7 @@ def load_prompts(config: WatchConfig) -> PromptFile:
     num = sum(1 for _row in prompts.rows())
     if config.num_samples > num:
         raise InputError(
-            f"--num_samples {config.num_samples}, but {prompts.name} has {num} prompts",
+            f"--num_samples {config.num_samples}, but {prompts.name} has {format_count(num, 'prompt')}",
             f"at most {num}",
             "leave --num_samples out for all",
         )

@@ -92,6 +92,9 @@ class WatchConfig:
     """How images are resized for the extractor: as in clean-fid, TensorFlow 1 or pytorch-fid."""
     allow_few: bool = setting(False)
     """Compute metrics on too few images; such scores are flagged `few`."""
+    allow_missing: bool = free_setting(False)
+    """Score a checkpoint although some of its images failed; its scores are marked, and with --once the exit code
+    is 1."""
     best_by: ScoreName = free_setting("")
     """The score that decides which checkpoint is best; by default the first one."""
     images: Literal["all", "best", "none"] = free_setting("all")

@@ -12,8 +12,9 @@ from typing import Any
 
 from halation.distributed.child_process import run_command
 from halation.distributed.stop_signals import StopSignals, exit_code
-from halation.errors import HalationError, InputError, Interrupted
+from halation.errors import HalationError, InputError, Interrupted, format_count
 from halation.generation.config import RESOLVED_SETTINGS
+from halation.generation.metadata_and_summary import SUMMARY_FILE
 from halation.progress import WatchProgress
 from halation.runs import run_folder as runs
 from halation.runs.lock import FolderMonitor
@@ -93,7 +94,8 @@ class CheckpointWatcher:
             else:
                 self._wait_for_next_scan()
         raise Interrupted(
-            f"stopped with {len(self.list_waiting())} checkpoints waiting; run the same command to resume",
+            f"stopped with {format_count(len(self.list_waiting()), 'checkpoint')} waiting; "
+            "run the same command to resume",
             exit_code(self.signals.number),
         )
 
@@ -163,7 +165,9 @@ class CheckpointWatcher:
         checkpoint = waiting[0]
         self.state.waiting.discard(checkpoint.name)  # no warning if its folder is removed from now on
         if len(waiting) > 1:
-            self.progress.show_event("message", f"{len(waiting)} checkpoints waiting; scoring the oldest first")
+            self.progress.show_event(
+                "message", f"{format_count(len(waiting), 'checkpoint')} waiting; scoring the oldest first"
+            )
         try:
             self.score_checkpoint(checkpoint)
         except ScoringError as error:
@@ -194,8 +198,17 @@ class CheckpointWatcher:
             step_folder / "pictures",
             step_folder / ".scores.json",
         )
-        self._run_command("drawing", checkpoint, self._generate_arguments(model, images_folder), step_folder)
-        self._run_command("scoring", checkpoint, self._evaluate_arguments(images_folder, scores_file), step_folder)
+        scores_file.unlink(missing_ok=True)
+        try:
+            self._run_command("drawing", checkpoint, self._generate_arguments(model, images_folder), step_folder)
+        except ScoringError:
+            if not (self.config.allow_missing and has_finished(images_folder)):
+                raise
+        try:
+            self._run_command("scoring", checkpoint, self._evaluate_arguments(images_folder, scores_file), step_folder)
+        except ScoringError as error:
+            if error.returncode != 1 or not scores_file.exists():  # with 1, images are missing
+                raise
         self._remove_unused_features()
         evaluation = runs.read_json_with_digest(scores_file)
         problem = checkpoint_scores.find_evaluation_problem(evaluation)
@@ -223,7 +236,7 @@ class CheckpointWatcher:
 
         def report(value: dict[str, Any]) -> None:
             if {"done", "planned"} <= value.keys():
-                self.progress.show_status(status, f"{value['done']} of {value['planned']} images")
+                self.progress.show_status(status, f"{value['done']} of {format_count(value['planned'], 'image')}")
 
         result = run_command(arguments, place / f"{arguments[0]}.log", self.signals, report, self.monitor)
         if result.returncode:
@@ -271,6 +284,7 @@ class CheckpointWatcher:
         arguments += ["--cache_dir", str(self.folder / FEATURES_FOLDER)]
         return [
             *arguments,
+            *(["--allow_missing"] if self.config.allow_missing else []),
             *self._metric_arguments(),
             *_format_flags(self.config, *_non_empty_names(self.config, "gpu_ids", "nproc")),
         ]
@@ -392,14 +406,22 @@ class CheckpointWatcher:
             num = len(self.scores)
             self.progress.show_event(
                 "message",
-                f"{num} checkpoint{'s' if num != 1 else ''} scored; the best by {metric} is {best.checkpoint}: "
+                f"{format_count(num, 'checkpoint')} scored; the best by {metric} is {best.checkpoint}: "
                 f"{self.folder / BEST_FOLDER}; all in {self.folder / 'metrics.png'}",
             )
         if unscored:
             self.progress.show_event(
                 "warning", f"without a score: {', '.join(unscored)}; the reasons are in {self.folder / FAILED_FILE}"
             )
-        return 1 if unscored else 0
+        return 1 if unscored or any(score.num_missing for score in self.scores) else 0
+
+
+def has_finished(images_folder: Path) -> bool:
+    """Return True if a generation has tried all its images, and some of them exist."""
+    if not (images_folder / SUMMARY_FILE).is_file():
+        return False
+    summary = runs.read_json_with_digest(images_folder / SUMMARY_FILE)
+    return bool(summary["done"]) and not summary["open"]
 
 
 def _command_error(message: str, code: int) -> HalationError:

@@ -379,7 +379,7 @@ def test_other_settings_are_refused_with_a_diff(begun: Path, flags: dict[str, ob
 def test_other_prompts_are_refused_by_their_rows(begun: Path, tmp_path: Path) -> None:
     changed = tmp_path / "prompts.csv"
     changed.write_text(prompts(begun).read_text().replace("number 17", "without number"))
-    with pytest.raises(InputError, match="1 prompts differ from those") as refusal:
+    with pytest.raises(InputError, match="1 prompt changed since this folder was started") as refusal:
         call(begun, prompts_csv=str(changed))
     assert "row 18: now 'a cat, without number' with seed 59" in str(refusal.value)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from halation import input_files
 from halation.errors import InputError
+from halation.logging_setup import ON_CONSOLE
 from halation.runs.run_folder import cache_folder, open_atomic
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _download_error(url: str, file: Path, sha256: str, flag: str, why: str) -> I
 
 
 def _download(url: str, file: Path, sha256: str, flag: str) -> None:
-    logger.info("downloading %s to %s", url, file)
+    logger.info("downloading %s to %s", url, file, extra=ON_CONSOLE)
     try:
         with urllib.request.urlopen(url, timeout=_READ_TIMEOUT_S) as response, open_atomic(file, "weights") as target:
             found, num_bytes = _copy_response(response, target)
@@ -123,7 +124,7 @@ def _copy_response(response: http.client.HTTPResponse, target: BinaryIO) -> tupl
         if time.monotonic() - last_log_s > _LOG_INTERVAL_S:
             last_log_s = time.monotonic()
             share = f" of {total / 1e6:.0f}" if total else ""
-            logger.info("downloaded %.0f%s MB", num_bytes / 1e6, share)
+            logger.info("downloaded %.0f%s MB", num_bytes / 1e6, share, extra=ON_CONSOLE)
     return digest.hexdigest(), num_bytes
 
 

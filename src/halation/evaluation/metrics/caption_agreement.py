@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from halation.data.streets.captions import Mentioned, mentioned
 from halation.data.streets.scene_attributes import PLACES, TIMES, WEATHERS
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ def caption_agreement(outputs: Mapping[str, npt.NDArray[Any]], captions: Sequenc
     if not any(num_mentioned.values()):
         example = f", such as {captions[0][:80]!r}" if captions else ""
         raise InputError(
-            f"none of {len(captions)} captions names a place, a time, a weather or a number of cars{example}",
+            f"none of {format_count(len(captions), 'caption')} names a place, a time, a weather or a number "
+            f"of cars{example}",
             "captions in the vocabulary of the embedded street scenes, "
             'such as "A rural road with dry roads and two cars at night"',
             "omit the prompt agreement, which only supports the embedded street captions; "
@@ -85,7 +86,7 @@ def _predicted_columns(
     logits = outputs[attribute]
     if len(logits) != num_captions:
         raise InputError(
-            f"{len(logits)} images and {num_captions} captions",
+            f"{format_count(len(logits), 'image')} and {format_count(num_captions, 'caption')}",
             "one caption for each image, in the same order",
             "give the prompts that the images were generated for",
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, format_count
 from halation.evaluation.metrics.caption_agreement import caption_agreement
 from halation.evaluation.metrics.frechet import frechet_distance, frechet_distance_from_features, frechet_interval
 from halation.evaluation.metrics.kid import kernel_distance
@@ -151,7 +151,7 @@ def check_num_images(
     too_few = {side: num for side, num in num_images.items() if num is not None and num < minimum}
     if not too_few:
         return ""
-    words = " and ".join(f"{num} {side} image{'s' if num != 1 else ''}" for side, num in too_few.items())
+    words = " and ".join(format_count(num, f"{side} image") for side, num in too_few.items())
     if settings.allow_few and min(too_few.values()) < 2:
         raise InputError(f"{metric} of {words}", "at least 2 on each side", "generate or give more images")
     if not settings.allow_few:
@@ -228,7 +228,7 @@ def _prdc(inputs: MetricInputs, settings: MetricSettings) -> dict[str, MetricVal
     one, other = _require_features(inputs)
     if settings.nearest_k >= min(len(one), len(other)):
         raise InputError(
-            f"--nearest_k {settings.nearest_k} with {min(len(one), len(other))} images",
+            f"--nearest_k {settings.nearest_k} with {format_count(min(len(one), len(other)), 'image')}",
             "fewer neighbours than images",
             "change --nearest_k, or give more images",
         )

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.fault_injection import fault_point
 from halation.generation import ledger
 from halation.input_files import open_regular_file
@@ -127,7 +127,7 @@ class SharedLedger(ledger.Ledger):
         specs = [request.spec for request in self.requests(different[:NUM_SHOWN].tolist())]
         lines = "\n".join(f"  row {spec.index + 1}: now {spec.prompt!r} with seed {spec.seed}" for spec in specs)
         raise InputError(
-            f"{len(different)} prompts differ from those this folder was started with:\n{lines}",
+            f"{format_count(len(different), 'prompt')} changed since this folder was started:\n{lines}",
             "the same prompts as before, with new ones only at the end",
             "use the old list, or another --output_dir",
         )

@@ -26,7 +26,7 @@ from typing import Any
 from halation.config import as_json
 from halation.distributed import launcher
 from halation.distributed.stop_signals import StopSignals
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.generation import metadata_and_summary
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import ImageRequest
@@ -116,9 +116,10 @@ def select_slurm_gpus(num_gpus: int, environment: Mapping[str, str]) -> tuple[in
         return ()
     if task >= num_gpus:
         raise InputError(
-            f"task {task} of {num_tasks} on a machine with {num_gpus} GPUs",
+            f"task {task} of {num_tasks} on a machine with {format_count(num_gpus, 'GPU')}",
             "at most one task per GPU",
-            f"start at most {num_gpus} tasks per node (--ntasks-per-node), or set --gpu_ids for each task",
+            f"start at most {format_count(num_gpus, 'task')} per node (--ntasks-per-node), or set --gpu_ids for "
+            "each task",
         )
     return tuple(range(task, num_gpus, num_tasks))
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from halation.distributed.launcher import describe_device
-from halation.errors import RESOURCE_ERRNOS, HalationError, InputError
+from halation.errors import RESOURCE_ERRNOS, HalationError, InputError, format_count
 from halation.fault_injection import fault_point
 from halation.generation.image_requests import BatchTask, ImageRequest
 from halation.generation.ledger import ImageOutcome
@@ -203,7 +203,12 @@ def _find_micro_batch(model: ImageModel, spec: SampleSpec, size: int) -> int:
             if not is_out_of_memory(error) or size == 1:
                 raise
         free_memory()
-        log.warning("a micro-batch of %d images of %d x %d does not fit into memory", size, spec.height, spec.width)
+        log.warning(
+            "a micro-batch of %s of %d x %d does not fit into memory",
+            format_count(size, "image"),
+            spec.height,
+            spec.width,
+        )
         size = -(-size // 2)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from halation.distributed.child_process import describe_exit, environment_without_launcher, start_child, tie_to_parent
 from halation.distributed.stop_signals import StopSignals, leave_signals_to_parent
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, format_count
 from halation.generation.config import GenerateConfig
 from halation.generation.image_requests import BatchTask
 from halation.generation.workers.local_pool import GRACE_S, SendQueue, WorkerEvent
@@ -72,7 +72,7 @@ def open_cluster(
         try:
             driver.open(config.nproc, config.oversubscribe)
             num_nodes = len({slot.node for slot in driver.slots})
-            log.info("%d workers on %d Ray nodes", len(driver.slots), num_nodes)
+            log.info("%s on %s", format_count(len(driver.slots), "worker"), format_count(num_nodes, "Ray node"))
             yield driver.slots, driver.begin
         finally:
             # An interrupt here would leave Ray processes behind.

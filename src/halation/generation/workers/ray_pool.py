@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from halation.distributed.child_process import LAUNCHER_ENV_VARS
-from halation.errors import HalationError, InputError
+from halation.errors import HalationError, InputError, format_count
 from halation.generation.image_requests import BatchTask
 from halation.generation.workers.image_runner import DiskWriteError, EncodedImage, ImageRunner, ImageStore
 from halation.generation.workers.local_pool import QUEUE_DEPTH, TaskHandler, WorkerEvent, WorkerSlot
@@ -268,8 +268,8 @@ def assign_slots(nodes: Sequence[Mapping[str, Any]], nproc: int, oversubscribe: 
     count = nproc or (total if resource == "GPU" else len(capacity))
     if not total or (count > total and not oversubscribe):
         raise InputError(
-            f"--nproc {count} on a cluster of {len(alive)} node{'s' if len(alive) != 1 else ''} "
-            f"with {total} {resource}s in total",
+            f"--nproc {count} on a cluster of {format_count(len(alive), 'node')} "
+            f"with {format_count(total, resource)} in total",
             f"at most one worker per {resource}",
             f"use --nproc {total} or fewer" if total else "start the cluster's nodes with CPUs or GPUs",
         )
