@@ -217,7 +217,10 @@ def open_session_record(
     if config.engine == "deepspeed":
         facts["deepspeed config"] = deepspeed_config.read_config(config.deepspeed_config)
     fixed = fixed_settings(config) | facts | {"device": device.split(":")[0]}
-    return runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes)
+    settings = as_json(config)
+    if settings.get("num_epochs"):
+        settings["n_steps"] = None  # the task records it once the data is open
+    return runs.create_or_resume_run(run, job, settings, fixed, config.accept_changes)
 
 
 def check_same_engine(config: TrainConfig, run: RunFolder) -> None:
