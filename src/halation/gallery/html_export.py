@@ -119,8 +119,7 @@ def merge_contents(entries: Sequence[SafeRunEntry], contents: Sequence[PageConte
         merged.images |= content.images
         merged.links |= content.links
         name = os.fsencode(entry.name).decode("utf-8", "replace")
-        # The name of a folder keeps its letters, also at the start of a sentence.
-        merged.left_out += [f"{name}: {sentence[0].lower()}{sentence[1:]}" for sentence in content.left_out]
+        merged.left_out += [f"{name}: {sentence}" for sentence in content.left_out]
     for address, keys in (("/api/state", ("roots",)), ("/api/runs", ("runs",)), ("/api/scores", ("scores", "reports"))):
         for key in keys:
             rows: list[Any] = []
@@ -284,7 +283,7 @@ def _add_training(
                 num_left -= embedder.embed(entry.id, key, entry.image)
     content.responses[f"/api/runs/{entry.id}"] = {**detail, "steps": [steps[index] for index in chosen]}
     if len(chosen) < len(steps):
-        content.left_out.append(f"Samples of {len(chosen)} of {len(steps)} steps are on this page")
+        content.left_out.append(f"samples of {len(chosen)} of {len(steps)} steps are on this page")
 
 
 def _image_keys(step: Mapping[str, Any]) -> Iterable[str]:
@@ -358,7 +357,10 @@ def render_page(title: str, content: PageContent) -> str:
     )
     page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
     embedded = f'<script type="application/json" id="embedded">{encode_json(page_data, escaped="<>&")}</script>\n'
-    sentences = [*content.left_out, "Full images open where this page lies beside its run"]
+    # A sentence about one of several runs begins with the name of its folder, whose letters stay as they are.
+    is_single = len(content.responses["/api/runs"]["runs"]) == 1
+    sentences = [text[0].upper() + text[1:] if is_single else text for text in content.left_out]
+    sentences.append("Full images open where this page lies beside its run")
     note = f'<p class="left-out" id="left-out">{html.escape(" ".join(f"{text}." for text in sentences))}</p>\n'
     shell = (PAGE_FOLDER / "index.html").read_text("utf-8")
     for old, new in (

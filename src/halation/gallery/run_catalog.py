@@ -36,6 +36,7 @@ EMPTY_GENERATION_DETAIL: dict[str, Any] = {
     "counts": dict.fromkeys(("planned", "open", "done", "failed"), 0),
     "rate": None,
     "left_s": None,
+    "last_call": {"images": 0, "seconds": None},
     "model": "",
     "video": False,
 }

@@ -94,7 +94,7 @@ function tookTexts({ summary, counts, last_call: call }) {
   const took = summary.seconds ? [[`took ${durationText(summary.seconds)}`, "The time of all its commands together, as they recorded it"]] : [];
   const rate = call?.images > 0 && call.seconds > 0 ? rateText(call.images / call.seconds, "images") : "";
   if (!rate) return took;
-  const title = "Images of the last call, by the time from its first image to its last";
+  const title = "Images of the last call by its time, with the loading of the model";
   return [...took, [call.images < counts.done ? `${rate} (${pluralText(call.images, "image")} in the last call)` : rate, title]];
 }
 
