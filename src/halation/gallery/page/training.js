@@ -6,7 +6,7 @@ import { Curves } from "./curves.js";
 import { fill, h, isTyping, recall, remember, setText } from "./dom.js";
 import { agoText, countText, durationText, farText, lossText, percentText, pluralText, rateText, timeText } from "./format.js";
 import { Matrix, teacherCells } from "./matrix.js";
-import { ago, announce, confirmDialog, emptyState, fadeEdges, goneState, notify, progressBar, segmented, stateChip } from "./parts.js";
+import { ago, announce, confirmDialog, emptyState, fadeEdges, goneState, isTouch, notify, progressBar, segmented, stateChip } from "./parts.js";
 import { openCompare, Viewer } from "./viewer.js";
 
 const SIZES = { min: 64, max: 320, step: 8 };
@@ -190,7 +190,7 @@ class Samples {
       return;
     }
     this.pinned = place;
-    notify(`Pinned ${this.labelOf(place)}. Press c on another one to compare.`);
+    notify(`Pinned ${this.labelOf(place)}. ${isTouch() ? "Pin" : "Press c on"} another one to compare.`);
   }
 
   compareFrom(place) {
