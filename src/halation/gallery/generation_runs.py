@@ -14,17 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from halation.gallery import run_file_reader
 from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
 from halation.gallery.run_catalog import RunEntry
-from halation.gallery.run_file_reader import (
-    RunState,
-    is_number,
-    read_json_object,
-    read_last_lines,
-    read_record,
-    read_run_state,
-    read_stamp,
-)
+from halation.gallery.run_file_reader import RunState, read_last_lines, read_record, read_run_state, read_stamp
 from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows
 from halation.generation.metadata_and_summary import SUMMARY_FILE, frame_name
 from halation.generation.read_only_ledger import LedgerConnection, open_ledger
@@ -176,9 +169,9 @@ class GenerationRun(RunEntry):
 
     def _read_last_call(self) -> dict[str, Any]:
         """Images and seconds of the last call that generated any."""
-        summary = read_json_object(self.folder / SUMMARY_FILE)
+        summary = run_file_reader.read_json_object(self.folder / SUMMARY_FILE)
         call = {"images": summary.get("drawn_now"), "seconds": summary.get("seconds")}
-        return call if all(map(is_number, call.values())) else {"images": 0, "seconds": None}
+        return call if all(map(run_file_reader.is_number, call.values())) else {"images": 0, "seconds": None}
 
     def _visible_state(self) -> object:
         return (

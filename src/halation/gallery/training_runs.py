@@ -270,7 +270,8 @@ class TrainingRun(RunEntry):
 
     def _count_planned_steps(self) -> int:
         """Total steps; of a run that counts in epochs and did not record them, derived from the metrics."""
-        planned, num_epochs = (self._settings().get(name) for name in ("n_steps", "num_epochs"))
+        planned: Any = self._settings().get("n_steps")
+        num_epochs: Any = self._settings().get("num_epochs")
         if is_int64(num_epochs) and num_epochs and planned in (None, TrainConfig.n_steps):
             is_finished = self._state.status == "finished"
             return self._metrics.last_step() if is_finished else num_epochs * self._metrics.steps_per_epoch()

@@ -450,7 +450,7 @@ def measure_peak_flops(device: torch.device, dtype: str) -> float:
     The fastest round counts: other processes can only slow one down.
     """
     kind = DTYPES[dtype]
-    size, repeats, rounds = (8192, 10, 3) if device.type == "cuda" else (512, 1, 25)
+    size, repeats, rounds = (8192, 10, 3) if device.type == "cuda" else (512, 1, 50)
     # Not zeros, on which some devices run faster; not random, to leave every generator unchanged.
     ramp = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).sin()
     matrix = ramp.to(kind)
