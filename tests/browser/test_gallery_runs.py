@@ -99,6 +99,28 @@ def test_a_failed_sample_is_told_in_words_and_takes_nothing_of_the_bar_of_steps(
     expect(page.locator(".run-line")).to_contain_text("1 sample failed")
 
 
+def test_images_of_one_prompt_and_seed_stand_beside_each_other_from_two_generations(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    first, second = (folders / "first/watch" / f"step_{step:07d}" / "pictures" for step in CHECKPOINTS)
+    served.show(page, first)
+    page.locator("#grid [data-index='2'] img").wait_for()
+    page.locator("#grid [data-index='2']").click()
+    page.locator("#picture-compare").wait_for()
+    page.keyboard.press("c")
+    page.locator("#compare-handle").wait_for()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#compare-frame img')].every((image) => image.naturalWidth > 0)"
+    )
+    sources = page.locator("#compare-frame img").evaluate_all("(all) => all.map((image) => image.src)")
+    for run, source in zip((first, second), sources, strict=True):
+        assert f"/pictures/{make_run_id(run)}/g2?" in source
+    expect(page.locator("#compare .compare-label").last).to_have_text("first/watch/step_0000400/pictures")
+    page.keyboard.press("Escape")
+    expect(page.locator("#compare")).to_have_count(0)
+    expect(page.locator("#picture")).to_be_visible()
+
+
 def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(
     served: RunningGallery, folders: Path, page: Page
 ) -> None:
