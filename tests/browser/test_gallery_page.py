@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from benchmarks.big_folders import generation_folder, images, settle, spec_of, training_folder
+from benchmarks.big_folders import generation_folder, images, prompt_of, settle, spec_of, training_folder
 
 from halation.gallery.run_catalog import make_run_id
 from halation.generation.image_requests import ImageRequest
@@ -225,6 +225,80 @@ def test_a_search_typed_before_the_settings_have_come_is_applied_to_them(
     expect(page.locator("tr[data-setting]")).to_have_count(1)
 
 
+def test_the_losses_of_a_step_have_names(served: RunningGallery, folders: Path, page: Page) -> None:
+    served.show(page, folders / "long")
+    expect(page.locator(".run-line")).to_contain_text("last loss ")
+    expect(page.locator("#matrix .matrix-row[data-step] .matrix-step").last).to_contain_text("mean 0.")
+    page.locator(CELL).first.click()
+    expect(page.locator("#viewer .viewer-extra")).to_contain_text("mean loss 0.")
+    page.keyboard.press("Escape")
+    page.locator("#tab-curves").click()
+    expect(page.locator(".figure[data-metric='loss'] .figure-value")).to_contain_text("smoothed ")
+    expect(page.locator(".figure[data-metric='lr'] .figure-value")).to_contain_text("last ")
+    expect(page.locator("#strip .strip-head")).to_contain_text("mean loss 0.")
+
+
+def test_a_step_shows_the_samples_drawn_up_to_it_and_none_from_later(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    """The last row of metrics is nine steps before the last samples."""
+    served.show(page, folders / "long", "/curves")
+    plot = page.locator(".figure[data-metric='loss'] svg")
+    plot.focus()
+    plot.press("End")
+    expect(page.locator(".figure[data-metric='loss'] .plot-tip")).to_contain_text("11,991")
+    expect(page.locator("#strip strong")).to_have_text("step 11,900")
+    plot.press("Home")
+    expect(page.locator("#strip strong")).to_have_text("no samples yet")
+    expect(page.locator("#strip img").first).to_be_hidden()
+
+
+def test_two_steps_back_at_once_close_two_dialogs(served: RunningGallery, folders: Path, page: Page) -> None:
+    served.show(page, folders / "long")
+    page.locator(CELL).first.click()
+    page.locator("#viewer").wait_for()
+    page.locator("#viewer button[data-action='compare']").click()
+    page.locator("#compare").wait_for()
+    page.evaluate("() => history.go(-2)")
+    expect(page.locator("dialog[open]")).to_have_count(0)
+    assert make_run_id(folders / "long") in page.url
+    page.locator(CELL).first.click()
+    page.locator("#viewer").wait_for()
+    page.go_back()
+    expect(page.locator("dialog[open]")).to_have_count(0)
+    assert make_run_id(folders / "long") in page.url
+
+
+def test_the_message_of_a_pin_leaves_the_caption_free(served: RunningGallery, folders: Path, page: Page) -> None:
+    served.show(page, folders / "long")
+    page.locator(CELL).first.click()
+    page.locator("#viewer").wait_for()
+    page.keyboard.press("c")
+    toast = page.locator(".toast", has_text="Pinned").bounding_box()
+    caption = page.locator("#viewer-caption").bounding_box()
+    assert toast is not None
+    assert caption is not None
+    assert toast["y"] + toast["height"] < caption["y"]
+
+
+def test_a_phone_shows_times_and_no_keys_and_strips_fade_where_they_go_on(
+    served: RunningGallery, folders: Path, new_page: Callable[..., Page]
+) -> None:
+    page = new_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    served.enter(page)
+    expect(page.locator("a.run .run-changed time").first).to_be_visible()
+    expect(page.locator("#runs-filter")).to_have_attribute("placeholder", "Filter runs")
+    expect(page.locator("#help-button")).to_be_hidden()
+    served.show(page, folders / "long", "/curves")
+    strip = page.locator(".strip-pictures")
+    expect(strip).to_have_attribute("data-more", "after")
+    strip.evaluate("(box) => box.scrollTo({ left: 40, behavior: 'instant' })")
+    expect(strip).to_have_attribute("data-more", "before after")
+    strip.evaluate("(box) => box.scrollTo({ left: box.scrollWidth, behavior: 'instant' })")
+    expect(strip).to_have_attribute("data-more", "before")
+    page.goto("about:blank")
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_samples_of_a_running_training_appear_and_more_can_be_requested(tmp_path: Path, page: Page) -> None:
@@ -311,6 +385,52 @@ def test_words_states_and_seeds_find_images_and_the_address_finds_them_again(
     before = text_of(page, "#picture-position")
     page.keyboard.press("ArrowRight")
     page.wait_for_function(f"() => document.getElementById('picture-position').textContent !== {json.dumps(before)}")
+
+
+def test_a_generation_says_what_failed_in_words_with_prompts_and_ids(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    served.show(page, folders / "many")
+    failed = NUM_ROWS // 97
+    expect(page.locator(".run-heading .chip")).to_have_text(f"finished, {failed} failed")
+    expect(page.locator("#workers thead th")).to_have_text(["Worker", "Share", "Done", "Failed"])
+    expect(page.locator("#workers thead")).to_be_in_viewport()
+    page.locator("#tab-failures").click()
+    first = page.locator(".failed-rows tbody tr").first
+    expect(first.locator("th")).to_have_text("000097")
+    expect(first.locator("td")).to_have_text([prompt_of(96), "138"])
+    rows = page.locator(".reasons li").first.locator(".failed-rows tbody tr")
+    expect(rows).to_have_count(10)
+    page.locator(".failed-more").first.click()
+    page.wait_for_function("() => /^5[0-9] of /.test(document.getElementById('filter-count')?.textContent)")
+
+
+def test_a_command_is_wrapped_at_its_spaces(
+    served: RunningGallery, folders: Path, new_page: Callable[..., Page]
+) -> None:
+    page = new_page(viewport={"width": 420, "height": 800})
+    served.show(page, folders / "many")
+    page.locator("#grid [data-index='0']").click()
+    command = page.locator("#picture-command code")
+    expect(command).to_contain_text("--output_dir outputs/again")
+    broken = """(code) => [...code.querySelectorAll(".whole")].filter((word) => {
+      const line = parseFloat(getComputedStyle(word).lineHeight);
+      return word.getBoundingClientRect().height > 1.5 * line;
+    }).map((word) => word.textContent)"""
+    assert command.evaluate(broken) == []
+    page.goto("about:blank")
+
+
+def test_the_environment_of_a_run_repeats_none_of_its_settings(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    served.show(page, folders / "many", "/config")
+    facts = page.locator("[data-part='fixed'] tr")
+    expect(facts.get_by_text("png coder")).to_be_visible()
+    names = page.locator("[data-part='fixed'] tr th").all_inner_texts()
+    settings = page.locator("[data-part='settings'] tr th, [data-part='differs'] tr th").all_inner_texts()
+    assert len(settings) > 20
+    assert not set(names) & set(settings)
 
 
 # -- for everybody

@@ -31,6 +31,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training_folder(root / "first", 8, 2, size=16)
     training_folder(root / "second", 4, 2, size=16)
     training_folder(root / "doomed", 2, 2, size=16)
+    newest = root / "second/samples/step_0000400/samples.json"
+    index = json.loads(newest.read_text())
+    index["samples"][0] |= {"state": "failed", "reason": "CUDA out of memory"}
+    newest.write_text(json.dumps(index))
     watch = root / "first" / "watch"
     for step in CHECKPOINTS:
         folder = generation_folder(watch / f"step_{step:07d}" / "pictures", 4, size=16)
@@ -72,6 +76,49 @@ def test_a_watch_stands_under_its_training_with_its_images_folded(
     assert max(lefts) - min(lefts) < 1, "columns line up"
     page.reload()
     page.locator("a.run").nth(5).wait_for()
+
+
+def test_arrow_keys_move_through_the_runs_before_anything_has_the_focus(served: RunningGallery, page: Page) -> None:
+    served.enter(page)
+    page.locator("a.run").nth(2).wait_for()
+    page.keyboard.press("ArrowDown")
+    focused = "(at) => document.querySelectorAll('a.run, button.run-fold')[at] === document.activeElement"
+    page.wait_for_function(focused, arg=0)
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function(focused, arg=1)
+
+
+def test_a_failed_sample_is_told_in_words_and_takes_nothing_of_the_bar_of_steps(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    served.enter(page)
+    row = page.locator(f"a.run[data-run='{make_run_id(folders / 'second')}']")
+    expect(row.locator(".run-numbers")).to_contain_text("1 sample failed")
+    expect(row.locator(".bar-failed")).to_have_count(0)
+    row.click()
+    expect(page.locator(".run-line")).to_contain_text("1 sample failed")
+
+
+def test_images_of_one_prompt_and_seed_stand_beside_each_other_from_two_generations(
+    served: RunningGallery, folders: Path, page: Page
+) -> None:
+    first, second = (folders / "first/watch" / f"step_{step:07d}" / "pictures" for step in CHECKPOINTS)
+    served.show(page, first)
+    page.locator("#grid [data-index='2'] img").wait_for()
+    page.locator("#grid [data-index='2']").click()
+    page.locator("#picture-compare").wait_for()
+    page.keyboard.press("c")
+    page.locator("#compare-handle").wait_for()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#compare-frame img')].every((image) => image.naturalWidth > 0)"
+    )
+    sources = page.locator("#compare-frame img").evaluate_all("(all) => all.map((image) => image.src)")
+    for run, source in zip((first, second), sources, strict=True):
+        assert f"/pictures/{make_run_id(run)}/g2?" in source
+    expect(page.locator("#compare .compare-label").last).to_have_text("first/watch/step_0000400/pictures")
+    page.keyboard.press("Escape")
+    expect(page.locator("#compare")).to_have_count(0)
+    expect(page.locator("#picture")).to_be_visible()
 
 
 def test_another_run_is_laid_over_the_curves_and_the_address_keeps_it(

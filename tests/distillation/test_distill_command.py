@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from halation import cli
 from halation.distillation import command as distill
 from halation.distillation.config import DistillConfig
 from halation.errors import InputError
+from halation.gallery.training_runs import TrainingRun
 from support import rank_functions
+from support.commands import HALATION
 
 
 def asked(folder: Path, **changes: Any) -> DistillConfig:
@@ -147,3 +150,22 @@ def test_short_forms_are_written_out(tmp_path: Path) -> None:
     assert config.image_size == (rank_functions.SIDE, rank_functions.SIDE)
     assert config.data == config.data_path
     assert distill.resolve_config(config) == config, "ranks of torchrun write out what is written out already"
+
+
+@pytest.mark.slow
+def test_a_run_by_epochs_records_its_number_of_steps(tmp_path: Path) -> None:
+    """Two epochs of five prompts in batches of two are six steps; the page shows them as all of them."""
+    config = asked(tmp_path)
+    words = [
+        *("distill", "--teacher_path", config.teacher_path, "--data_path", config.data_path, "--num_epochs", "2"),
+        *("--student_config", student(tmp_path, width=8, heads=1, depth=1, text_width=8), "--batch_size", "2"),
+        *("--teacher_steps", "4", "--teacher_states", "2", "--no_sample", "--nproc", "1", "--report_to", "none"),
+        *("--caption_dropout", "0", "--output_dir", str(config.output_dir), "--progress", "none"),
+    ]
+    done = subprocess.run([HALATION, *words], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((config.output_dir / "config.json").read_text())["settings"]["n_steps"] == 6
+    run = TrainingRun(config.output_dir, "0")
+    run.refresh()
+    summary = run.summary()
+    assert (summary["state"], summary["done"], summary["planned"]) == ("finished", 6, 6)

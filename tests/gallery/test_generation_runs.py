@@ -510,3 +510,19 @@ def test_a_hundred_thousand_rows_open_in_a_second_and_search_in_a_tenth(tmp_path
     for _ in range(20):
         run.refresh()
     assert (time.process_time() - began) / 20 < 0.002
+
+
+def test_the_rate_of_an_ended_generation_is_that_of_its_last_call(tmp_path: Path) -> None:
+    folder = generation_folder(tmp_path / "run", 20, size=16, failed_every=0)
+    summary = {"planned": 20, "done": 20, "failed": 0, "open": 0, "drawn_now": 20, "seconds": 10.0}
+    runs.write_json_with_digest(folder / "summary.json", summary)
+    run = opened(folder)
+    assert run.detail()["last_call"] == {"images": 20, "seconds": 10.0}
+    assert run.summary()["seconds"] == 10.0, "the only call of a run from before calls recorded their times"
+    runs.write_json_with_digest(folder / "summary.json", {**summary, "drawn_now": 1, "seconds": 2.0})
+    assert refreshed(run)
+    assert run.detail()["last_call"] == {"images": 1, "seconds": 2.0}
+    assert run.summary()["seconds"] is None, "that of the calls before is not known"
+    runs.write_json_atomic(folder / "ended.json", {"state": "finished", "reason": "", "seconds": 3.0, "time_s": 14.5})
+    assert refreshed(run)
+    assert run.summary()["seconds"] == 14.5

@@ -215,6 +215,7 @@ def test_several_folders_are_exported_to_one_page_and_share_its_images(
         assert f"/api/runs/{run['id']}" in held["responses"]
         assert sum(name.startswith(f"{run['id']}/") for name in held["pictures"]) == 4
     assert "<title>training, pictures · Halation</title>" in page.read_text()
+    assert ">training: samples of 2 of 3 steps are on this page. pictures: 4 of 12 images" in page.read_text()
     assert cli.main(["gallery", str(training), str(tmp_path), "--export", str(page)]) == 2, (
         "two runs are below the second"
     )

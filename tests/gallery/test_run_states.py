@@ -196,3 +196,47 @@ def test_processes_that_hold_nothing_run_while_a_lease_is_touched(run: runs.RunF
 def test_a_damaged_word_of_the_end_is_no_word(run: runs.RunFolder, text: str) -> None:
     (run.folder / "ended.json").write_text(text)
     assert word(run) == ("stopped", "")
+
+
+# -- how long it took
+
+
+def recorded(run: runs.RunFolder) -> dict[str, float]:
+    ended = json.loads((run.folder / "ended.json").read_text())
+    return {name: ended[name] for name in ("seconds", "time_s")}
+
+
+def test_the_times_of_all_commands_on_a_folder_add_up(run: runs.RunFolder) -> None:
+    with lock.lock_folder(run.folder, "train"):
+        time.sleep(0.3)
+        runs.MetricsFile(run.metrics).append({"step": 2})
+    first = recorded(run)
+    assert first["time_s"] == first["seconds"] >= 0.3
+    with pytest.raises(Interrupted), lock.lock_folder(run.folder, "train"):
+        raise Interrupted(f"stopped after {time.sleep(0.2)}", 130)
+    second = recorded(run)
+    assert second["time_s"] == pytest.approx(first["time_s"] + second["seconds"], abs=0.002)
+    with pytest.raises(InputError), lock.lock_folder(run.folder, "train"):
+        raise InputError("other settings", "the old ones", "use them")
+    assert recorded(run) == second, "a refused start took no time"
+
+
+def test_a_killed_command_counts_up_to_its_last_output(run: runs.RunFolder) -> None:
+    """Its owner file has its start and the time of the commands before it."""
+    since = time.time() - 1000
+    owner = {"pid": 10**20, "host": socket.gethostname(), "command": "train", "time_s": 50.0}
+    owner["since"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    (run.folder / ".owner.json").write_text(json.dumps(owner))
+    runs.MetricsFile(run.metrics).append({"step": 2})
+    os.utime(run.metrics, (since + 300,) * 2)
+    with lock.lock_folder(run.folder, "train"):
+        runs.MetricsFile(run.metrics).append({"step": 3})
+    assert recorded(run)["time_s"] == pytest.approx(350, abs=30)
+
+
+def test_a_run_of_a_version_without_times_has_no_sum(run: runs.RunFolder) -> None:
+    (run.folder / "ended.json").write_text('{"state": "stopped", "reason": "", "command": "train"}')
+    with lock.lock_folder(run.folder, "train"):
+        runs.MetricsFile(run.metrics).append({"step": 2})
+    assert recorded(run)["time_s"] is None
+    assert recorded(run)["seconds"] >= 0

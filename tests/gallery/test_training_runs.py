@@ -399,3 +399,63 @@ def test_a_thousand_steps_of_eight_prompts_open_in_a_second(tmp_path: Path) -> N
     began = time.process_time()
     assert len(opened(folder).detail()["steps"]) == 1_000
     assert time.process_time() - began < 1.0
+
+
+# -- numbers that do not depend on the times of files
+
+
+def test_a_copied_run_shows_the_numbers_of_the_original(folder: Path, tmp_path: Path) -> None:
+    with lock.lock_folder(folder, "train"):
+        time.sleep(0.05)
+    long_ago = time.time() - 5_000
+    for path in folder.rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    first, second = opened(folder).summary(), opened(copy).summary()
+    names = ("state", "done", "planned", "started", "changed", "seconds", "loss")
+    assert {name: first[name] for name in names} == {name: second[name] for name in names}
+    assert abs(second["changed"] - time.time()) < 60, "the recorded end"
+
+
+def test_the_time_of_a_run_is_recorded_or_that_of_its_training(folder: Path) -> None:
+    last = big_folders.metrics_row(30)["time_s"]
+    assert opened(folder).summary()["seconds"] == pytest.approx(last, abs=0.2), "an old run has its metrics alone"
+    runs.write_json_atomic(folder / "ended.json", {"state": "finished", "seconds": 2.0, "time_s": 75.5})
+    assert opened(folder).summary()["seconds"] == 75.5
+
+
+def test_samples_that_recorded_when_they_were_drawn_say_so_in_a_copy(folder: Path) -> None:
+    index = folder / "samples/step_0000030/samples.json"
+    runs.write_json_atomic(index, json.loads(index.read_text()) | {"time": "2026-01-02T03:04:05+0000"})
+    assert [step["time"] for step in opened(folder).detail()["steps"]][-1] == 1_767_323_045
+
+
+def test_a_stopped_run_is_at_the_step_it_saved(folder: Path) -> None:
+    place = folder / "checkpoints" / runs.step_name(37)
+    place.mkdir(parents=True)
+    runs.write_json_atomic(place / "COMMIT.json", {"step": 37, "kind": "latest"})
+    assert opened(folder).summary()["done"] == 37
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "state", "planned"),
+    [
+        (None, "stopped", 160),
+        (20_000, "stopped", 160),  # as written by earlier versions
+        (160, "stopped", 160),
+        (20_000, "finished", 121),
+        (None, "finished", 121),
+    ],
+)
+def test_the_total_of_a_run_by_epochs_is_recorded_or_derived(
+    folder: Path, n_steps: int | None, state: str, planned: int
+) -> None:
+    """Each of its five epochs has 32 steps; a finished run has reached its total."""
+    record = json.loads((folder / "config.json").read_text())
+    record["settings"] |= {"num_epochs": 5, "n_steps": n_steps}
+    runs.write_json_with_digest(folder / "config.json", record)
+    rows = [{"step": step, "epoch": round(step / 32, 4), "loss": 1.0, "time_s": 0.1 * step} for step in (1, 60, 121)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    runs.write_json_atomic(folder / "ended.json", {"state": state, "reason": ""})
+    summary = opened(folder).summary()
+    assert (summary["done"], summary["planned"]) == (121, planned)

@@ -208,6 +208,13 @@ class DistillationTask(TrainingTask):
         if config.num_epochs:
             steps = -(-self.source.num_train // global_batch)  # an epoch has whole steps, at least one
             self.config = dataclasses.replace(config, n_steps=config.num_epochs * steps)
+
+            def record_num_steps(_heartbeat: Callable[[], None]) -> None:
+                record = runs.read_record(self.run)
+                record["settings"]["n_steps"] = self.config.n_steps
+                runs.write_json_with_digest(self.run.config, record)
+
+            run_on_rank_zero(self.world, "recording the number of steps", record_num_steps, config.dist_timeout_s)
         self._num_training_rows = self.config.n_steps * global_batch
         return self.config
 

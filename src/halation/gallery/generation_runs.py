@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from halation.gallery import run_file_reader
 from halation.gallery.generation_rows import RowIndex, filter_by_words, group_reasons, parse_search_words
 from halation.gallery.run_catalog import RunEntry
 from halation.gallery.run_file_reader import RunState, read_last_lines, read_record, read_run_state, read_stamp
 from halation.generation.ledger import DONE, OUTCOME_COLUMNS, SPEC_COLUMNS, STATES, Indices, count_rows, loaded_guidance
-from halation.generation.metadata_and_summary import frame_name
+from halation.generation.metadata_and_summary import SUMMARY_FILE, frame_name
 from halation.generation.read_only_ledger import LedgerConnection, open_ledger
 
 PROMPT_COLUMNS = ("prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance_scale")
@@ -118,12 +119,16 @@ class GenerationRun(RunEntry):
         self._needs_read = True
         self._next_read = 0.0
         self._leases: tuple[float, list[Path]] = (0.0, [])
+        self._last_call: dict[str, Any] = {"images": 0, "seconds": None}
 
     # -- reading
 
     def _refresh(self) -> bool:
         self._needs_read |= self._ledger.poll()
         changed = self._needs_read and time.monotonic() >= self._next_read and self._read_ledger()
+        if self._has_changed(SUMMARY_FILE):
+            self._last_call = self._read_last_call()
+            changed = True
         if self._search_used:
             self._prepare_search()
         return changed
@@ -161,6 +166,12 @@ class GenerationRun(RunEntry):
         self._num_reads += 1
         self._record_rate()
         return before != self._visible_state()
+
+    def _read_last_call(self) -> dict[str, Any]:
+        """Images and seconds of the last call that generated any."""
+        summary = run_file_reader.read_json_object(self.folder / SUMMARY_FILE)
+        call = {"images": summary.get("drawn_now"), "seconds": summary.get("seconds")}
+        return call if all(map(run_file_reader.is_number, call.values())) else {"images": 0, "seconds": None}
 
     def _visible_state(self) -> object:
         return (
@@ -209,6 +220,8 @@ class GenerationRun(RunEntry):
 
     def _build_summary(self) -> dict[str, Any]:
         rate, counts, log_files = self._rate(), self._counts, self._log_files()
+        # Earlier versions recorded no time of all calls, but if there was only one, its summary has it.
+        was_one_call = 0 < self._last_call["images"] == counts["done"]
         return {
             "reason": self._state.reason or self._config_error or self._ledger_error,
             "started": self._state.since or self._start_time(log_files[-1] if log_files else None),
@@ -219,6 +232,7 @@ class GenerationRun(RunEntry):
             "rate": rate,
             "left_s": counts["open"] / rate if rate else None,
             "last": self._latest_image,
+            "seconds": self._state.time_s or (self._last_call["seconds"] if was_one_call else None),
         }
 
     def _build_title(self) -> str:
@@ -251,6 +265,7 @@ class GenerationRun(RunEntry):
                 ],
                 "rate": summary["rate"],
                 "left_s": summary["left_s"],
+                "last_call": self._last_call,
                 "reasons": reasons,
                 "seeds": [int(index.seeds.min()), int(index.seeds.max())] if index is not None and len(index) else [],
                 "size": index.count_by_size() if index is not None else [],

@@ -357,8 +357,11 @@ def render_page(title: str, content: PageContent) -> str:
     )
     page_data = {"responses": content.responses, "pictures": content.images, "links": content.links}
     embedded = f'<script type="application/json" id="embedded">{encode_json(page_data, escaped="<>&")}</script>\n'
-    note_text = "; ".join([*content.left_out, "full images open where this page lies beside its run"])
-    note = f'<p class="left-out" id="left-out">{html.escape(note_text[0].upper() + note_text[1:])}.</p>\n'
+    # A sentence about one of several runs begins with the name of its folder, whose letters stay as they are.
+    is_single = len(content.responses["/api/runs"]["runs"]) == 1
+    sentences = [text[0].upper() + text[1:] if is_single else text for text in content.left_out]
+    sentences.append("Full images open where this page lies beside its run")
+    note = f'<p class="left-out" id="left-out">{html.escape(" ".join(f"{text}." for text in sentences))}</p>\n'
     shell = (PAGE_FOLDER / "index.html").read_text("utf-8")
     for old, new in (
         (

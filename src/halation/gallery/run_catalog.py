@@ -36,6 +36,7 @@ EMPTY_GENERATION_DETAIL: dict[str, Any] = {
     "counts": dict.fromkeys(("planned", "open", "done", "failed"), 0),
     "rate": None,
     "left_s": None,
+    "last_call": {"images": 0, "seconds": None},
     "model": "",
     "video": False,
 }
@@ -127,6 +128,10 @@ class RunEntry:
     def _last_modified(self) -> float:
         return max((stamp.mtime for stamp in self._stamps.values() if stamp is not None), default=0.0)
 
+    def _last_change(self) -> float:
+        """Time of the recorded end; of a run without one, of its newest file (a copy has other file times)."""
+        return self._state.ended or self._last_modified()
+
     def summary(self) -> dict[str, Any]:
         with self._lock:
             return self.empty_summary() | self._build_summary()
@@ -135,12 +140,13 @@ class RunEntry:
         """Summary with the state and empty values."""
         about = {"id": self.id, "name": self.name, "kind": self.kind, "parent": self.parent, "version": self.version}
         state = {"state": self._state.status, "reason": self._state.reason or self._config_error, "title": ""}
-        numbers = {"done": 0, "planned": 0, "failed": 0, "changed": self._last_modified(), "unit": self.unit}
+        numbers = {"done": 0, "planned": 0, "failed": 0, "changed": self._last_change(), "unit": self.unit}
         return {
             **about,
             **state,
             **numbers,
             **dict.fromkeys(("started", "rate", "left_s", "last", "loss")),
+            "seconds": self._state.time_s,
             "spark": [],
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from halation import input_files
 from halation.input_files import is_too_deep
-from halation.runs.lock import ENDED_FILE, KILLED_REASON, OWNER_FILE, is_alive
+from halation.runs.lock import ENDED_FILE, KILLED_REASON, OWN_TRAINER, OWNER_FILE, is_alive
 from halation.runs.run_folder import CONFIG_FILE, DIGEST_KEY, json_digest
 
 NUM_LOG_LINES = 300
@@ -248,6 +249,10 @@ class RunState:
     reason: str = ""
     command: str = ""
     since: float | None = None
+    ended: float | None = None
+    """When the last command ended, as it recorded."""
+    time_s: float | None = None
+    """How long all commands on the folder took together, as they recorded."""
 
 
 def read_run_state(
@@ -268,8 +273,14 @@ def read_run_state(
     if time.time() - lease_mtime < STALE_AFTER_S:
         return RunState(status="running")
     if ended.get("state") in END_STATES:
+        command, time_s = str(ended.get("command") or ""), ended.get("time_s")
         return RunState(
-            status=ended["state"], reason=str(ended.get("reason") or ""), command=str(ended.get("command") or "")
+            status=ended["state"],
+            reason=str(ended.get("reason") or ""),
+            command=command,
+            # A user's training loop writes its end in advance.
+            ended=parse_utc_offset_time(ended.get("time")) if command != OWN_TRAINER else None,
+            time_s=time_s if is_number(time_s) else None,
         )
     if is_complete:
         return RunState(status="finished")
@@ -298,5 +309,13 @@ def parse_time(text: object) -> float | None:
     """Parse a local time of logs and owner files to seconds since the epoch; None if invalid."""
     try:
         return time.mktime(time.strptime(str(text), "%Y-%m-%d %H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def parse_utc_offset_time(text: object) -> float | None:
+    """Parse a time with its offset, as in ended.json and samples.json; None if invalid."""
+    try:
+        return datetime.datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except (ValueError, OverflowError):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections import deque
@@ -16,6 +17,7 @@ from halation.gallery.run_file_reader import Thing, is_int64, is_number, select_
 from halation.gallery.training_samples import STEP_FOLDER, SampleCell, SampleStep, SampleStepReader
 from halation.runs.lock import OWNER_FILE
 from halation.runs.run_folder import COMMIT_FILE, EXTERNAL_TRAINER, METRICS_FILE
+from halation.training.config import TrainConfig
 
 MAX_ROWS = 4_000
 """Limit of rows in one response; this many of the newest rows are kept without thinning."""
@@ -133,9 +135,22 @@ class MetricRows:
     def last_step(self) -> int:
         return int(self.recent_rows[-1]["step"]) if self.recent_rows else 0
 
+    def last_time_s(self) -> float | None:
+        """Seconds of training up to the last row, in all sessions of the run."""
+        return self._newest_value("time_s")
+
+    def steps_per_epoch(self) -> int:
+        """Whole steps of an epoch, from the epochs in the newest row; 0 before the first row."""
+        row = next((row for row in reversed(self.recent_rows) if is_number(row.get("epoch"))), None)
+        # Epochs are rounded to four digits: without the tolerance, an epoch of whole steps could be one too long.
+        return math.ceil(row["step"] / (row["epoch"] + 5e-5)) if row is not None and row["epoch"] > 0 else 0
+
     def latest_loss(self) -> float | None:
+        return self._newest_value("loss")
+
+    def _newest_value(self, name: str) -> float | None:
         newest = itertools.islice(reversed(self.recent_rows), 20)
-        return next((row["loss"] for row in newest if is_number(row.get("loss"))), None)
+        return next((row[name] for row in newest if is_number(row.get(name))), None)
 
     def sparkline(self) -> list[list[float]]:
         points = [*self.loss_points.items]
@@ -236,6 +251,7 @@ class TrainingRun(RunEntry):
             "last": self._latest_image(steps),
             "spark": self._metrics.sparkline(),
             "loss": self._metrics.latest_loss(),
+            "seconds": max(filter(None, (self._state.time_s, self._metrics.last_time_s())), default=None),
         }
         self._cached_summary = (self.version, summary)
         return summary
@@ -248,8 +264,18 @@ class TrainingRun(RunEntry):
             prompts = self._settings().get("prompts")
             num_planned = len(prompts) if isinstance(prompts, list) else len(cells)
             return sum(cell.file is not None for cell in cells), num_planned, failed
+        # A run resumes from its newest checkpoint, whose step may have no row of its own.
+        saved = max((checkpoint["step"] for checkpoint in self._checkpoints.values()), default=0)
+        return max(self._metrics.last_step(), saved), self._count_planned_steps(), failed
+
+    def _count_planned_steps(self) -> int:
+        """Total steps; of a run that counts in epochs and did not record them, derived from the metrics."""
         planned: Any = self._settings().get("n_steps")
-        return self._metrics.last_step(), int(planned) if is_int64(planned) else 0, failed
+        num_epochs: Any = self._settings().get("num_epochs")
+        if is_int64(num_epochs) and num_epochs and planned in (None, TrainConfig.n_steps):
+            is_finished = self._state.status == "finished"
+            return self._metrics.last_step() if is_finished else num_epochs * self._metrics.steps_per_epoch()
+        return int(planned) if is_int64(planned) else 0
 
     def _latest_image(self, steps: list[SampleStep]) -> dict[str, Any] | None:
         for step in reversed(steps):

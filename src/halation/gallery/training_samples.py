@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halation.gallery import run_file_reader
 from halation.gallery.run_file_reader import FileStamp, as_dict, is_int64, is_number, read_json_object, read_stamp
 from halation.runs.run_folder import CONFIG_FILE
 
@@ -149,7 +150,8 @@ class SampleStepReader:
             step=number,
             epoch=index_data.get("epoch") if is_int64(index_data.get("epoch")) else None,
             loss=index_data["loss"] if is_number(index_data.get("loss")) else None,
-            time=stamp.mtime if stamp else folder.mtime if folder else 0.0,
+            time=run_file_reader.parse_utc_offset_time(index_data.get("time"))
+            or (stamp.mtime if stamp else folder.mtime if folder else 0.0),
             size=size,
             cells=cells,
             is_complete=is_complete,

@@ -156,7 +156,9 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     """Lock a run folder and watch it; a second command raises InputError, naming the owner.
 
     The operating system releases the lock when its owner dies, so a killed command leaves no stale lock. ended.json
-    exists while the folder is not locked and records how the last command ended.
+    exists while the folder is not locked. It records how the last command ended, how long that command took (`seconds`)
+    and how long all commands on the folder took together (`time_s`, null if one was run by a version that recorded no
+    times).
     """
     from filelock import FileLock
 
@@ -168,11 +170,17 @@ def lock_folder(folder: Path, command: str) -> Iterator[FolderMonitor]:
     try:
         previous_end = read_json_object(folder / ENDED_FILE) or None
         if previous_end is None and owner_path.exists():  # a killed command leaves its owner file and no ended.json
-            previous_end = {**_end_record("", None), "state": "stopped", "reason": KILLED_REASON}
-        write_json_atomic(owner_path, _owner_record(command))
+            previous_end = {
+                **_end_record("", None),
+                "state": "stopped",
+                "reason": KILLED_REASON,
+                "time_s": _killed_time_s(folder, read_json_object(owner_path)),
+            }
+        time_before = 0.0 if previous_end is None else previous_end.get("time_s")
+        write_json_atomic(owner_path, {**_owner_record(command), "time_s": time_before})
         with contextlib.suppress(FileNotFoundError):
             (folder / ENDED_FILE).unlink()
-        with _record_end(folder, command, previous_end), FolderMonitor(folder) as monitor:
+        with _record_end(folder, command, previous_end, time_before), FolderMonitor(folder) as monitor:
             yield monitor
     finally:
         for leftover in (owner_path, path):
@@ -233,9 +241,17 @@ def _owner_record(command: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | None) -> Iterator[None]:
+def _record_end(
+    folder: Path, command: str, previous_end: Mapping[str, Any] | None, time_before: object
+) -> Iterator[None]:
     """Write ended.json on exit; after a rejected start, restore it and config.json."""
-    outputs_before, place = _output_stats(folder), WatchedPath(folder)
+    outputs_before, place, start_time = _output_stats(folder), WatchedPath(folder), time.monotonic()
+
+    def end_record(error: BaseException | None) -> dict[str, Any]:
+        seconds = time.monotonic() - start_time
+        total = round(time_before + seconds, 3) if isinstance(time_before, int | float) else None
+        return {**_end_record(command, error), "seconds": round(seconds, 3), "time_s": total}
+
     config = folder / CONFIG_FILE
     record = config.read_bytes() if previous_end and config.exists() else None
     try:
@@ -252,9 +268,21 @@ def _record_end(folder: Path, command: str, previous_end: Mapping[str, Any] | No
             with contextlib.suppress(OSError):
                 if config.read_bytes() != record:
                     write_atomic(config, record)
-        _write_end(folder, previous_end if is_refused and previous_end else _end_record(command, error))
+        _write_end(folder, previous_end if is_refused and previous_end else end_record(error))
         raise
-    _write_end(folder, _end_record(command, None))
+    _write_end(folder, end_record(None))
+
+
+def _killed_time_s(folder: Path, owner: Mapping[str, Any]) -> float | None:
+    """Return the time of all commands including a killed one, which counts up to its last output."""
+    outputs = [time_ns for _, _, time_ns in _output_stats(folder)]
+    with contextlib.suppress(OSError):  # what a killed generation wrote last is in SQLite's log
+        outputs.append((folder / "ledger.sqlite-wal").stat().st_mtime_ns)
+    try:
+        since = time.mktime(time.strptime(str(owner.get("since")), "%Y-%m-%d %H:%M:%S"))
+        return round(float(owner["time_s"]) + max(0.0, max(outputs, default=0) / 1e9 - since), 3)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _end_record(command: str, error: BaseException | None) -> dict[str, Any]:

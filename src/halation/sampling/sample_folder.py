@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -232,5 +233,6 @@ def publish_index(
         group = 2 if comparison else 1
         image = make_grid(cells, columns=min(4, group * len(rows)), labels=labels, group=group)
         runs.write_atomic(sample_folder.grid_path, encode_png(image, {}))
-    runs.write_json_with_digest(sample_folder.index_path, metadata | {"samples": index_rows})
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    runs.write_json_with_digest(sample_folder.index_path, metadata | {"time": now, "samples": index_rows})
     return image

@@ -239,7 +239,10 @@ def open_session_record(
     missing = missing_settings(config)  # recorded by the ranks, which know model, data and memory
     fixed = {name: value for name, value in fixed_settings(config).items() if name not in missing}
     fixed |= facts | {"device": device.split(":")[0]}
-    is_new = runs.create_or_resume_run(run, job, as_json(config), fixed, config.accept_changes, missing=missing)
+    settings = as_json(config)
+    if settings.get("num_epochs"):
+        settings["n_steps"] = None  # the task records it once the data is open
+    is_new = runs.create_or_resume_run(run, job, settings, fixed, config.accept_changes, missing=missing)
     if hub_fact := read_hub_fact(config.model_path):
         runs.record_facts(run, hub_fact, config.accept_changes)
     return is_new

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the command checks trackers, and the parent process of the 
     from halation.training.training_task import TrainingTask
 
 log = logging.getLogger(__name__)
+MAX_PEAK_MEASUREMENTS = 5
 
 
 class ThroughputWindow:
@@ -96,7 +97,7 @@ def count_adapter_layers(names: Sequence[str]) -> Counter[str]:
     return Counter(".".join(layer[-2:] if layer[-1].isdigit() else layer[-1:]) for layer in layers)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepLogger:
     """Writes the numbers of every step: to the progress bar, metrics.jsonl and the trackers."""
 
@@ -108,21 +109,27 @@ class StepLogger:
     flops_per_image: float
     peak_flops: float
     """Matrix rate of the device in FLOP/s."""
+    measure_peak_flops: Callable[[], float]
     peak_memory_gib: Callable[[], float]
     num_train: int
     """Images in an epoch."""
     start_time: float
     """On the monotonic clock, shifted back by the time that earlier sessions of the run took."""
 
-    def write(self, report: StepReport, images_per_s: float, mean_loss: float, num_images: int) -> None:
+    num_peak_measurements: int = 1
+
+    def write(
+        self, report: StepReport, images_per_s: float, mean_loss: float, num_images: int, is_saved: bool = False
+    ) -> None:
         """Update the bar at every step; metrics.jsonl and the trackers every `log_every` steps.
 
+        They also get each step that is saved, so that the last row of a stopped run is the step it resumes from.
         `num_images` counts the images since the start of the run.
         """
         config = self.config
         numbers = {"loss": report.loss, "lr": report.lr, "pictures_per_s": round(images_per_s, 2)}
         self.progress.update(report.step, f"mean loss {mean_loss:.4f}", numbers, images_per_s=images_per_s)
-        if report.step % config.log_every and report.step not in (1, config.n_steps):
+        if report.step % config.log_every and report.step not in (1, config.n_steps) and not is_saved:
             return
         # One forward and two backward products; the frozen weights under adapters need only one backward product.
         passes = 2 if config.lora_rank else 3
@@ -132,14 +139,26 @@ class StepLogger:
             "lr": report.lr,
             "grad_norm": report.grad_norm,
             "pictures_per_s": round(images_per_s, 3),
-            "mfu": round(flops / self.peak_flops, 4),
+            "mfu": self._mfu(flops),
             "memory_gb": round(self.peak_memory_gib(), 3),
             "data_s": round(report.data_s, 5),
             "epoch": round(num_images / self.num_train, 4),
         }
         self.metrics.append({"step": report.step, "time_s": round(time.monotonic() - self.start_time, 3), **values})
         for tracker in self.trackers:
-            tracker.log_scalars(report.step, {f"train/{name}": value for name, value in values.items()})
+            known = {f"train/{name}": value for name, value in values.items() if value is not None}
+            tracker.log_scalars(report.step, known)
+
+    def _mfu(self, flops: float) -> float | None:
+        """Return FLOP/s as a share of the matrix rate, or None if that rate cannot be right.
+
+        No model is faster than the matrix products it consists of. If this one seems to be, the device was busy with
+        other work when its rate was measured.
+        """
+        if flops > self.peak_flops and self.num_peak_measurements < MAX_PEAK_MEASUREMENTS:
+            self.num_peak_measurements += 1
+            self.peak_flops = max(self.peak_flops, self.measure_peak_flops())
+        return round(flops / self.peak_flops, 4) if flops <= self.peak_flops else None
 
 
 class Tracker(Protocol):

@@ -3,7 +3,7 @@
 import { exported, get } from "./api.js";
 import { fill, h } from "./dom.js";
 import { valueText } from "./format.js";
-import { emptyState, errorState, notify, skeleton } from "./parts.js";
+import { emptyState, errorState, isTouch, notify, skeleton } from "./parts.js";
 
 /** {a: {b: 1}} as [["a.b", 1]]; lists stay values. */
 function flatPairs(value, prefix = "") {
@@ -28,7 +28,7 @@ function differsFrom(names, path) {
 export class Settings {
   constructor(host, run) {
     this.run = run;
-    this.search = h("input", { class: "field field-search", id: "config-search", type: "search", placeholder: "Search settings  ( / )", "aria-label": "Search settings", dataset: { search: "" }, oninput: () => this.show() });
+    this.search = h("input", { class: "field field-search", id: "config-search", type: "search", placeholder: isTouch() ? "Search settings" : "Search settings  ( / )", "aria-label": "Search settings", dataset: { search: "" }, oninput: () => this.show() });
     this.tables = h("div", { class: "config", id: "config" }, skeleton(8, "skeleton-line"));
     this.with = h("select", { class: "field", id: "config-with", "aria-label": "Compare with another run", onchange: () => this.pick(this.with.value) }, h("option", { value: "" }, "no other run"));
     this.withBox = h("label", { class: "range", hidden: true }, "Compare with", this.with);
@@ -106,13 +106,16 @@ export class Settings {
     const { settings, fixed, changes, differs } = this.config;
     const names = differs ?? [];
     const pairs = flatPairs(settings ?? {});
+    const told = new Map(pairs);
+    // What must not change repeats settings: here stand the facts beside them.
+    const facts = flatPairs(fixed ?? {}).filter(([path, value]) => valueText(told.get(path)) !== valueText(value));
     const [own, rest] = [pairs.filter(([path]) => differsFrom(names, path)), pairs.filter(([path]) => !differsFrom(names, path))];
     const list = Array.isArray(changes) ? changes : Object.entries(changes ?? {}).map(([name, value]) => ({ [name]: value }));
     const tables = [
       this.other ? this.differences() : null,
       this.table(own.length ? "Not the default" : "", own, "differs"),
       this.table(own.length ? "As by default" : "Settings", rest, "settings"),
-      this.table("Environment", flatPairs(fixed ?? {}), "fixed"),
+      this.table("Environment", facts, "fixed"),
       this.table("Changes on the way", list.flatMap((change, index) => flatPairs(change, typeof change === "object" ? "" : `change ${index + 1}`)), "changes"),
     ].filter(Boolean);
     fill(this.tables, tables.length ? tables : emptyState("Nothing matches", "Clear the search to see every setting."));

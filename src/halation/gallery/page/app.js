@@ -16,7 +16,7 @@ const HELP = [
   ["A training run", [["1 2 3 4", "samples, curves, config, log"], ["↑ ↓ ← →", "move through the samples"], ["Home End", "first and last step"], ["Enter", "look at it full size"], ["c", "pin for comparing; again on another one compares them"]]],
   ["An image", [["← →", "the step before and after"], ["↑ ↓", "the prompt above and below"], ["Home End", "first and last step"], ["c", "pin, or compare with what is pinned"], ["o", "open the file"]]],
   ["Comparing", [["← →", "move the divider"], ["s", "side by side"], ["d", "divider"], ["b", "blink"]]],
-  ["A generation", [["↑ ↓ ← →", "move through the images"], ["Enter", "its spec, and the command that draws it again"]]],
+  ["A generation", [["↑ ↓ ← →", "move through the images"], ["Enter", "its spec, and the command that draws it again"], ["c", "compare with the same prompt and seed in another generation"]]],
 ];
 
 function decoded(text) {

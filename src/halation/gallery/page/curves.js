@@ -3,8 +3,8 @@
 import { exported, get, steadily, thumb } from "./api.js";
 import { fill, h, recall, remember, setText } from "./dom.js";
 import { countText, lossText, numberText } from "./format.js";
-import { teacherCells } from "./matrix.js";
-import { emptyState, errorState, notify, skeleton } from "./parts.js";
+import { MEAN_LOSS, teacherCells } from "./matrix.js";
+import { emptyState, errorState, fadeEdges, notify, skeleton } from "./parts.js";
 import { Plot } from "./plot.js";
 import { isOrInside } from "./runs.js";
 import { comparableGroups } from "./scores.js";
@@ -140,7 +140,7 @@ class Overlay {
 const NOT_CURVES = new Set(["step", "time_s", "time", "epoch"]);
 const ABOUT = {
   loss: ["Loss", ""],
-  heldout_loss: ["Held-out loss", ""],
+  heldout_loss: ["Validation loss", ""],
   lr: ["Learning rate", ""],
   grad_norm: ["Gradient norm", ""],
   pictures_per_s: ["Throughput", "images/s"],
@@ -186,8 +186,9 @@ class Figure {
 
   show(options) {
     const last = options.series.find((series) => !series.faint && !series.dashed)?.points.at(-1);
-    this.value.title = options.series[0]?.faint ? "The last value, smoothed" : "The last value";
-    setText(this.value, last ? `${numberText(last[1])}${last[2] ? ` ± ${numberText(last[2], 2)}` : ""}${options.unit ? ` ${options.unit}` : ""}` : "");
+    const word = options.series[0]?.faint ? "smoothed" : "last";
+    this.value.title = word === "smoothed" ? "The end of the smoothed line; its smoothing is set above" : "The last value";
+    fill(this.value, last ? [h("span", { class: "muted" }, `${word} `), `${numberText(last[1])}${last[2] ? ` ± ${numberText(last[2], 2)}` : ""}${options.unit ? ` ${options.unit}` : ""}`] : null);
     const whole = { label: this.title.textContent, onHover: this.onHover, ...options };
     if (this.plot) this.plot.update(whole);
     else this.plot = new Plot(this.host, whole);
@@ -362,28 +363,29 @@ export class Curves {
     if (x !== null) this.showStrip(x);
   }
 
-  /** The samples of the sampled step nearest to x; without x, of the newest. */
+  /** The samples of the newest step up to x, never of a later one; without x, of the newest. */
   showStrip(x) {
     const { steps, variants, prompts } = this.detail;
     this.strip.hidden = steps.length === 0;
     if (steps.length === 0) return;
-    const near = x === null ? steps.at(-1) : steps.reduce((a, b) => (Math.abs(b.step - x) < Math.abs(a.step - x) ? b : a));
+    const near = steps.findLast(({ step }) => x === null || step <= x) ?? { step: null, cells: {} };
     const wanted = recall("matrix.variant", "ema");
     const variant = variants.includes(wanted) ? wanted : variants[0];
-    const name = `${near.step} ${variant} ${near.cells[variant]?.map((cell) => cell?.v).join()}`;
+    const name = `${near.step ?? x} ${variant} ${near.cells[variant]?.map((cell) => cell?.v).join()}`;
     if (this.stripName === name) return;
     this.stripName = name;
-    this.fillStrip(near, near.cells[variant] ?? teacherCells(this.detail) ?? [], prompts);
+    this.fillStrip(near, near.step === null ? [] : (near.cells[variant] ?? teacherCells(this.detail) ?? []), prompts);
   }
 
   fillStrip(near, cells, prompts) {
     if (!this.stripImages || this.stripImages.length !== prompts.length) {
       this.stripImages = prompts.map(({ prompt }) => h("img", { alt: prompt, title: prompt, width: 88, height: 88, decoding: "async" }));
       this.stripHead = h("a", { class: "strip-head number" });
-      fill(this.strip, this.stripHead, h("div", { class: "strip-pictures" }, this.stripImages));
+      fill(this.strip, this.stripHead, fadeEdges(h("div", { class: "strip-pictures" }, this.stripImages)));
     }
-    fill(this.stripHead, h("strong", null, `step ${countText(near.step)}`), near.loss === null || near.loss === undefined ? null : h("span", { class: "muted", title: "Mean over the last steps when these were drawn" }, `loss ${lossText(near.loss)}`));
-    this.stripHead.href = `#/run/${encodeURIComponent(this.run)}/samples/${near.step}`;
+    const loss = near.loss === null || near.loss === undefined ? null : h("span", { class: "muted", title: MEAN_LOSS }, `mean loss ${lossText(near.loss)}`);
+    fill(this.stripHead, h("strong", null, near.step === null ? "no samples yet" : `step ${countText(near.step)}`), loss);
+    this.stripHead.href = `#/run/${encodeURIComponent(this.run)}/samples/${near.step ?? ""}`;
     prompts.forEach(({ size }, index) => {
       const cell = cells[index];
       const image = this.stripImages[index];

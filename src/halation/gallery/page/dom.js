@@ -68,9 +68,10 @@ export function isTyping(event) {
 const openDialogs = [];
 let numOwnSteps = 0;
 
+/** Closes every dialog above the entry that the history is at: the browser sends one event for several steps back. */
 function wentBack() {
   if (numOwnSteps > 0) numOwnSteps -= 1;
-  else openDialogs.at(-1)?.close();
+  else for (const dialog of openDialogs.slice(history.state?.dialog ?? 0).reverse()) dialog.close();
 }
 
 /**

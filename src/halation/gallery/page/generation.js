@@ -5,9 +5,9 @@ import { get, steadily, thumb } from "./api.js";
 import { fill, h, isTyping, recall, remember, setText } from "./dom.js";
 import { countText, durationText, numberText, percentText, pluralText, rateText, valueText, workerText } from "./format.js";
 import { Grid } from "./grid.js";
-import { ago, emptyState, goneState, notify, stateChip } from "./parts.js";
+import { ago, emptyState, fadeEdges, goneState, notify, stateChip } from "./parts.js";
 import { PictureDialog } from "./picture.js";
-import { addressOf, FilterBar, filterOf, isFiltered, NO_FILTER, RowPages } from "./rows.js";
+import { addressOf, FilterBar, filterOf, isFiltered, isOfReason, NO_FILTER, RowPages } from "./rows.js";
 
 const TOLD = ["num_inference_steps", "guidance_scale", "scheduler", "dtype", "negative_prompt", "cfg_truncation_step", "enable_half_frame", "compile"];
 const MOST_WORKERS = 12;
@@ -47,15 +47,14 @@ function pacesOf(workers) {
 }
 
 function workerRow(worker, most, pace, onWorker) {
-  const tried = worker.done + worker.failed;
   return h(
     "tr",
     { dataset: { worker: worker.name } },
     h("th", { scope: "row" }, h("button", { class: "link-button", type: "button", title: `Show the images of ${workerText(worker.name)}`, onclick: () => onWorker(String(worker.name)) }, workerText(worker.name))),
     h("td", { class: "worker-bar" }, partsBar({ planned: most, done: worker.done, failed: worker.failed }, `Images by ${workerText(worker.name)}`)),
     h("td", { class: "number" }, countText(worker.done)),
-    h("td", { class: worker.failed > 0 ? "number bad-text" : "number muted" }, worker.failed > 0 ? `${countText(worker.failed)} failed` : tried > 0 ? "–" : ""),
-    h("td", { class: worker.per_s ? "number" : "number muted", title: "Images drawn lately" }, pace(worker)),
+    h("td", { class: worker.failed > 0 ? "number bad-text" : "number muted" }, countText(worker.failed)),
+    pace ? h("td", { class: worker.per_s ? "number" : "number muted" }, pace(worker)) : null,
   );
 }
 
@@ -63,12 +62,14 @@ function workerRow(worker, most, pace, onWorker) {
 function workersOf(workers, onWorker, open) {
   if (workers.length === 0) return null;
   const most = Math.max(...workers.map((worker) => worker.done + worker.failed));
-  const pace = pacesOf(workers);
+  // Only a running worker has a rate.
+  const pace = workers.some((worker) => worker.per_s) ? pacesOf(workers) : null;
+  const heads = [["Worker"], ["Share", "Images of each worker, against the one with most"], ["Done"], ["Failed"], ...(pace ? [["Rate", "Images in the last minute"]] : [])];
   const table = h(
     "table",
     { class: "workers", id: "workers" },
     h("caption", { class: "unseen" }, "Workers"),
-    h("thead", { class: "unseen" }, h("tr", null, ["Worker", "Share", "Done", "Failed", "Rate"].map((name) => h("th", { scope: "col" }, name)))),
+    h("thead", null, h("tr", null, heads.map(([name, title]) => h("th", { scope: "col", title }, name)))),
     h("tbody", null, workers.map((worker) => workerRow(worker, most, pace, onWorker))),
   );
   if (workers.length <= MOST_WORKERS) return table;
@@ -87,10 +88,14 @@ function settingsLine(detail, settings) {
   return h("dl", { class: "facts", id: "facts" }, facts.filter(([, value]) => value).map(([name, value]) => h("div", null, h("dt", null, name.replaceAll("_", " ")), h("dd", { title: value }, value))));
 }
 
-/** How long an ended generation took, and how fast that is. */
-function tookText({ summary, counts }) {
-  const tookS = summary.state !== "running" && summary.started ? summary.changed - summary.started : 0;
-  return tookS > 0 ? `took ${durationText(tookS)}${counts.done > 1 ? `, ${rateText(counts.done / tookS, "images")}` : ""}` : "";
+/** How long an ended generation took, and how fast its last call drew: [text, title] each. */
+function tookTexts({ summary, counts, last_call: call }) {
+  if (summary.state === "running") return [];
+  const took = summary.seconds ? [[`took ${durationText(summary.seconds)}`, "The time of all its commands together, as they recorded it"]] : [];
+  const rate = call?.images > 0 && call.seconds > 0 ? rateText(call.images / call.seconds, "images") : "";
+  if (!rate) return took;
+  const title = "Images of the last call by its time, with the loading of the model";
+  return [...took, [call.images < counts.done ? `${rate} (${pluralText(call.images, "image")} in the last call)` : rate, title]];
 }
 
 /** The head of a generation's page; drawn again at every change. */
@@ -110,7 +115,7 @@ class ProgressHead {
     fill(
       this.node,
       h("div", { class: "run-heading" }, h("a", { class: "crumb", href: "#/" }, "Runs"), h("h1", { title: summary.name }, summary.name), stateChip(summary.state, summary.state === "running" ? 0 : counts.failed)),
-      h("p", { class: "run-line" }, [summary.kind, summary.title, tookText(detail)].filter(Boolean).map((word) => h("span", null, word)), h("span", null, "changed ", ago(summary.changed))),
+      h("p", { class: "run-line" }, [summary.kind, summary.title].filter(Boolean).map((word) => h("span", null, word)), tookTexts(detail).map(([text, title]) => h("span", { title }, text)), h("span", null, "changed ", ago(summary.changed))),
       summary.reason ? h("p", { class: "gen-reason", dataset: { state: summary.state } }, summary.reason) : null,
       countsOf(detail, this.onState),
       partsBar(counts, "Images done"),
@@ -159,7 +164,7 @@ class GenerationView {
     this.filter = filterOf(location.hash);
     this.tab = null;
     this.head = new ProgressHead({ onState: (state) => this.goTo({ state }), onWorker: (worker) => this.goTo({ worker }) });
-    this.tabs = h("nav", { class: "tabs", "aria-label": "Parts of this run" });
+    this.tabs = fadeEdges(h("nav", { class: "tabs", "aria-label": "Parts of this run" }));
     this.panel = h("div", { class: "gen-panel" });
     fill(main, this.head.node, this.tabs, this.panel);
     this.lookAgain = steadily(() => this.look(), LOOK_AGAIN_MS);
@@ -398,11 +403,42 @@ class PicturesPart {
   }
 }
 
-/** Reasons with how many failed of each; a click shows them. */
+const MOST_FAILED_ROWS = 200;
+const ROWS_A_REASON = 10;
+
+/** Reasons with how many failed of each, and which images those are; a click shows them. */
 class FailuresPart {
   constructor(view) {
     this.view = view;
+    this.rows = [];
     this.refresh();
+  }
+
+  /** The first failed rows: an export has no server that filters, and answers with all it holds. */
+  async loadRows() {
+    const { failed } = this.view.detail.counts;
+    if (this.loadedFor === failed) return;
+    this.loadedFor = failed;
+    try {
+      const { rows } = await get(`/api/runs/${encodeURIComponent(this.view.run)}/rows?state=failed&limit=${MOST_FAILED_ROWS}`);
+      if (this.view.part !== this) return;
+      this.rows = rows.filter((row) => row.state === "failed");
+      this.refresh();
+    } catch (error) {
+      this.loadedFor = null;
+      console.warn(error);
+    }
+  }
+
+  rowsOf(reason, count, show) {
+    const shown = this.rows.filter((row) => isOfReason(row.reason, reason)).slice(0, ROWS_A_REASON);
+    if (shown.length === 0) return null;
+    const rows = shown.map((row) => h("tr", { dataset: { row: row.index } }, h("th", { scope: "row", class: "mono" }, row.id ?? countText(row.index + 1)), h("td", null, row.prompt), h("td", { class: "number" }, String(row.seed))));
+    const heads = ["Id", "Prompt", "Seed"].map((name) => h("th", { scope: "col" }, name));
+    return [
+      h("table", { class: "table failed-rows" }, h("thead", null, h("tr", null, heads)), h("tbody", null, rows)),
+      count > shown.length ? h("button", { class: "link-button failed-more", type: "button", onclick: () => show(reason) }, `and ${countText(count - shown.length)} more`) : null,
+    ];
   }
 
   refresh() {
@@ -411,6 +447,7 @@ class FailuresPart {
       fill(this.view.panel, emptyState("No failures", counts.open > 0 ? "Nothing has failed so far." : "Every image was drawn."));
       return;
     }
+    this.loadRows();
     const show = (reason) => this.view.goTo({ state: "failed", reason });
     const focused = this.view.panel.contains(document.activeElement) ? document.activeElement.dataset.reason : undefined;
     const told = reasons.reduce((sum, [, count]) => sum + count, 0);
@@ -418,7 +455,7 @@ class FailuresPart {
       this.view.panel,
       h("p", { class: "muted failures-say" }, `${pluralText(counts.failed, "image")} failed, for ${pluralText(reasons.length, "reason")}. The same command again draws what is missing.`),
       h("ul", { class: "reasons", id: "reasons" }, reasons.map(([reason, count]) =>
-        h("li", null, h("button", { class: "reason", type: "button", dataset: { reason }, onclick: () => show(reason) }, h("strong", { class: "number" }, countText(count)), h("span", { class: "reason-text mono" }, reason || "no reason was written"), h("span", { class: "reason-bar", "aria-hidden": "true", style: { width: `${((100 * count) / Math.max(1, told)).toFixed(1)}%` } }))),
+        h("li", null, h("button", { class: "reason", type: "button", dataset: { reason }, onclick: () => show(reason) }, h("strong", { class: "number" }, countText(count)), h("span", { class: "reason-text mono" }, reason || "no reason was written"), h("span", { class: "reason-bar", "aria-hidden": "true", style: { width: `${((100 * count) / Math.max(1, told)).toFixed(1)}%` } })), this.rowsOf(reason, count, show)),
       )),
     );
     if (focused !== undefined) [...this.view.panel.querySelectorAll("[data-reason]")].find((node) => node.dataset.reason === focused)?.focus({ preventScroll: true });

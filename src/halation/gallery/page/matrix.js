@@ -8,6 +8,8 @@ import { ago } from "./parts.js";
 
 const GAP_PX = 6;
 const COMING_S = 900;
+/** What samples are labelled with; the head of a run shows the loss of the last step, and curves have a smoothing of their own. */
+export const MEAN_LOSS = "Mean loss when these were drawn: each step adds a tenth of its loss to nine tenths of the mean before it";
 
 function hasPicture(cell) {
   return cell !== null && cell !== undefined && cell.key !== undefined;
@@ -233,7 +235,7 @@ export class Matrix extends RowScroller {
     const kind = this.checkpoints.get(step);
     return [
       h("strong", { class: "number" }, countText(step), kind ? h("span", { class: "checkpoint-mark", title: `checkpoint (${kind})`, role: "img", "aria-label": "checkpoint" }, "◆") : null),
-      loss === null || loss === undefined ? null : h("span", { class: "number", title: "Loss: mean over the last steps when these were drawn" }, lossText(loss)),
+      loss === null || loss === undefined ? null : h("span", { class: "number", title: MEAN_LOSS }, `mean ${lossText(loss)}`),
       time ? ago(time) : null,
     ];
   }

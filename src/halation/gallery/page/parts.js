@@ -1,11 +1,11 @@
 // Small pieces that every view shows: chips, bars, times, empty places, notices.
 
 import { append, fill, h, setText, showModal, svg } from "./dom.js";
-import { agoText, percentText, pluralText, timeText } from "./format.js";
+import { agoText, countText, percentText, pluralText, timeText } from "./format.js";
 
-/** A chip with the state's colour and its word; what ended with failures is not all green. */
+/** A chip with the state's colour and its word; what ended with failures says how many. */
 export function stateChip(state, failed = 0) {
-  return h("span", { class: "chip", dataset: { state, partly: failed > 0 ? "failed" : "" }, title: failed > 0 ? `${pluralText(failed, "image")} failed` : null }, h("span", { class: "chip-dot", "aria-hidden": "true" }), state);
+  return h("span", { class: "chip", dataset: { state, partly: failed > 0 ? "failed" : "" }, title: failed > 0 ? `${pluralText(failed, "image")} failed` : null }, h("span", { class: "chip-dot", "aria-hidden": "true" }), failed > 0 ? `${state}, ${countText(failed)} failed` : state);
 }
 
 /** A thin bar of how much is done and how much failed; `label` is read aloud. */
@@ -38,7 +38,7 @@ export function emptyState(title, text, command) {
     { class: "empty" },
     h("span", { class: "empty-glow", "aria-hidden": "true" }),
     h("h2", null, title),
-    text ? h("p", null, text) : null,
+    text ? h("p", null, wholeWords(text)) : null,
     command ? commandLine(command) : null,
   );
 }
@@ -64,15 +64,15 @@ export function goneState(name) {
   return errorState({ status: 404, message: `The folder of ${name} was removed or renamed while this page was open.` }, () => window.location.reload());
 }
 
-/** A line breaks between words, never inside a flag. */
-function wholeFlags(command) {
-  return command.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? h("span", { class: "flag" }, part) : part));
+/** Lines break at spaces only, never at the hyphens of a flag, a name or a path. */
+function wholeWords(text) {
+  return text.split(/( +)/).map((part) => (/[-/]/.test(part) ? h("span", { class: "whole" }, part) : part));
 }
 
 /** A command to type, with a button that copies it. */
 export function commandLine(command) {
   const copy = h("button", { class: "button button-quiet", type: "button", "aria-label": "Copy the command", dataset: { action: "copy" }, onclick: () => copyText(command) }, "Copy");
-  return h("div", { class: "command" }, h("code", { tabindex: 0 }, wholeFlags(command)), copy);
+  return h("div", { class: "command" }, h("code", { tabindex: 0 }, wholeWords(command)), copy);
 }
 
 async function copyText(text) {
@@ -107,6 +107,24 @@ export function notify(text, kind = "") {
 /** Says something to screen readers only. */
 export function announce(text) {
   setText(document.getElementById("announce"), text);
+}
+
+/** A box that scrolls sideways fades out at each edge behind which there is more. Returns the box. */
+export function fadeEdges(box) {
+  const show = () => {
+    const hidden = box.scrollWidth - box.clientWidth;
+    box.dataset.more = [box.scrollLeft > 2 ? "before" : "", box.scrollLeft < hidden - 2 ? "after" : ""].filter(Boolean).join(" ");
+  };
+  box.classList.add("fades");
+  box.addEventListener("scroll", show, { passive: true });
+  const observer = new ResizeObserver(show);
+  for (const node of [box, ...box.children]) observer.observe(node);
+  return box;
+}
+
+/** Whether this is a device without a keyboard and a mouse. */
+export function isTouch() {
+  return window.matchMedia("(hover: none) and (pointer: coarse)").matches;
 }
 
 /** Grey shapes while something loads: `count` blocks of a class. */

@@ -3,9 +3,11 @@
 import { exported, full, get, inside } from "./api.js";
 import { fill, h, setText } from "./dom.js";
 import { bytesText, countText, durationText, pluralText, valueText, workerText } from "./format.js";
-import { announce, commandLine, openDialog, stateChip } from "./parts.js";
+import { announce, commandLine, notify, openDialog, stateChip } from "./parts.js";
+import { openCompare } from "./viewer.js";
 
 const SPEC_AFTER_MS = 90;
+const MOST_COMPARED = 20;
 const OUTCOME_WORDS = { num_bytes: "size of the file", micro_batch: "drawn together", epoch: "pass", sha256: "sha256", seconds: "time", attempts: "attempts", worker: "worker" };
 
 /** Name and value pairs as rows; what is null is left out. */
@@ -20,6 +22,18 @@ function outcomeRows(outcome) {
   if (typeof rest.seconds === "number") shown.seconds = rest.seconds < 60 ? `${Number(rest.seconds.toPrecision(3))} s` : durationText(rest.seconds);
   if (typeof rest.num_bytes === "number") shown.num_bytes = bytesText(rest.num_bytes);
   return pairRows(shown, OUTCOME_WORDS);
+}
+
+/** The image of the same prompt and seed in another generation; undefined where it has none. */
+async function sameImage(run, { prompt, seed }) {
+  const query = new URLSearchParams({ q: prompt.slice(0, 300), seed, state: "done", limit: 200 });
+  try {
+    const { rows } = await get(`/api/runs/${encodeURIComponent(run)}/rows?${query}`);
+    return rows.find((row) => row.state === "done" && row.prompt === prompt && row.seed === seed);
+  } catch (error) {
+    console.warn(error);
+    return undefined;
+  }
 }
 
 /** `pages` is the filtered list that ← and → move through. `onMove(index)` at every move, `onClose(index)` at the end. */
@@ -52,11 +66,12 @@ export class PictureDialog {
     this.after = step("after", "→", "The next image (→)", 1);
     this.position = h("span", { class: "muted small number", id: "picture-position" });
     this.zoomButton = h("button", { class: "button", type: "button", id: "picture-zoom", "aria-pressed": "false", title: "Actual pixels (z)", onclick: () => this.zoom() }, "1:1");
+    this.compareButton = h("button", { class: "button", type: "button", id: "picture-compare", title: "Compare with the image of the same prompt and seed in another generation (c)", onclick: () => this.compare() }, "Compare");
     this.open = h("a", { class: "button", id: "picture-open", target: "_blank", rel: "noreferrer", title: "Open the file (o)" }, "Open");
     this.chip = h("span", { class: "picture-chip" });
     this.frame = h("input", { type: "range", id: "picture-frame", min: 0, step: 1, oninput: () => this.showFrame() });
     this.frameBox = h("label", { class: "range" }, "Frame", this.frame);
-    const bar = h("div", { class: "stage-bar" }, this.before, this.after, this.position, h("span", { class: "spacer" }), this.frameBox, this.zoomButton, this.open);
+    const bar = h("div", { class: "stage-bar" }, this.before, this.after, this.position, h("span", { class: "spacer" }), this.frameBox, this.compareButton, this.zoomButton, this.open);
     this.prompt = h("p", { class: "picture-prompt", id: "picture-prompt" });
     this.reason = h("pre", { class: "picture-reason", id: "picture-reason" });
     this.more = h("div", { class: "picture-more" });
@@ -70,6 +85,7 @@ export class PictureDialog {
     const next = { ArrowLeft: this.at - 1, ArrowRight: this.at + 1, Home: 0, End: this.pages.total - 1 }[event.key];
     if (next !== undefined) this.show(next);
     else if (event.key === "z") this.zoom();
+    else if (event.key === "c" && !this.compareButton.hidden) this.compare();
     else if (event.key === "o" && !this.open.hidden) this.open.click();
     else return;
     event.preventDefault();
@@ -107,7 +123,7 @@ export class PictureDialog {
     this.frameBox.hidden = !(done && row.frames > 1) || exported;
     const url = done ? full(this.run, row) : "";
     this.open.hidden = !url;
-    this.zoomButton.hidden = !url;
+    this.zoomButton.hidden = this.compareButton.hidden = !url;
     this.img.hidden = !url;
     this.img.alt = row.prompt;
     this.stage.dataset.state = row.state;
@@ -176,6 +192,31 @@ export class PictureDialog {
     if (!row || row.key !== this.row?.key || (row.state === this.row.state && row.v === this.row.v)) return;
     this.showRow(row);
     this.showSpec(row, this.turn);
+  }
+
+  /** Compares this image with those that other generations drew of the same prompt and seed. */
+  async compare() {
+    const { row, turn } = this;
+    const { runs } = await get("/api/runs");
+    const others = runs.filter((run) => run.kind === "generate" && run.id !== this.run).slice(0, MOST_COMPARED);
+    const found = await Promise.all(others.map(async (run) => [run.id, await sameImage(run.id, row)]));
+    if (turn !== this.turn || !this.dialog.open) return;
+    const images = new Map([[this.run, row], ...found.filter(([, same]) => same)]);
+    if (images.size === 1) {
+      notify("No other generation here has an image of this prompt and seed.");
+      return;
+    }
+    const names = new Map(runs.map((run) => [run.id, run.name]));
+    const [left, right] = [...images.keys()].map((variant) => ({ variant, step: 0 }));
+    openCompare({
+      prompt: row.prompt,
+      sources: [...images.keys()],
+      word: (id) => names.get(id) ?? id,
+      steps: [0],
+      left,
+      right,
+      side: ({ variant }) => ({ url: full(variant, images.get(variant)), label: names.get(variant) ?? variant }),
+    });
   }
 
   zoom() {

@@ -3,7 +3,7 @@
 import { exported, get } from "./api.js";
 import { fill, h, setText } from "./dom.js";
 import { countText, pluralText, workerText } from "./format.js";
-import { segmented } from "./parts.js";
+import { isTouch, segmented } from "./parts.js";
 
 const ROWS_A_PAGE = 200;
 const MOST_REQUESTS = 2;
@@ -23,7 +23,7 @@ function rowQuery(filter) {
 }
 
 /** Whether a failure is of a group's reason: its first line counts, and in the group's … stands for anything. */
-function isOfReason(text, reason) {
+export function isOfReason(text, reason) {
   const line = (text ?? "").trim().split(/[\r\n]/)[0] || "no reason given";
   const parts = reason.split("…");
   if (parts.length === 1) return line === reason;
@@ -229,7 +229,7 @@ export class FilterBar {
   constructor(filter, onPick) {
     this.filter = { ...filter };
     this.onPick = onPick;
-    this.words = h("input", { class: "field field-search", id: "filter-words", type: "search", placeholder: "Search prompts and ids  ( / )", "aria-label": "Search prompts and ids", autocomplete: "off", spellcheck: "false", dataset: { search: "" }, oninput: () => this.typed() });
+    this.words = h("input", { class: "field field-search", id: "filter-words", type: "search", placeholder: isTouch() ? "Search prompts and ids" : "Search prompts and ids  ( / )", "aria-label": "Search prompts and ids", autocomplete: "off", spellcheck: "false", dataset: { search: "" }, oninput: () => this.typed() });
     this.states = segmented("State", [["", "All"], ["done", "Done"], ["failed", "Failed"], ["open", "Open"]], filter.state, (state) => this.pick({ state }));
     this.states.id = "filter-state";
     this.worker = h("select", { class: "field", id: "filter-worker", "aria-label": "Worker", onchange: () => this.pick({ worker: this.worker.value }) });

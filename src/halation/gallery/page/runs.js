@@ -3,7 +3,7 @@
 import { exported, get, steadily, thumb } from "./api.js";
 import { fill, h, recall, remember, setText } from "./dom.js";
 import { countText, durationText, farText, lossText, percentText, pluralText, rateText } from "./format.js";
-import { ago, emptyState, errorState, progressBar, skeleton, sparkline, stateChip } from "./parts.js";
+import { ago, emptyState, errorState, isTouch, progressBar, skeleton, sparkline, stateChip } from "./parts.js";
 
 /** Parents by id: as the server says, or where it says nothing by the longest name that holds this one's. */
 function parentsOf(runs) {
@@ -51,8 +51,9 @@ function matches(run, words) {
 
 function numbersOf(run) {
   const parts = [];
-  if (run.loss !== null && run.loss !== undefined) parts.push(h("span", { title: "Mean over the last steps" }, `loss ${lossText(run.loss)}`));
-  if (run.failed > 0) parts.push(h("span", { class: "bad-text" }, `${countText(run.failed)} failed`));
+  if (run.loss !== null && run.loss !== undefined) parts.push(h("span", { title: "The loss of the last step in metrics.jsonl" }, `last loss ${lossText(run.loss)}`));
+  // The chip of a generation that ended says it.
+  if (run.failed > 0 && (run.unit === "steps" || run.state === "running")) parts.push(h("span", { class: "bad-text" }, run.unit === "steps" ? `${pluralText(run.failed, "sample")} failed` : `${countText(run.failed)} failed`));
   if (run.state === "running" && run.rate) parts.push(rateText(run.rate, run.unit));
   if (run.state === "running" && run.left_s !== null && run.left_s !== undefined) parts.push(`${durationText(run.left_s)} left`);
   return parts.flatMap((part, index) => (index === 0 ? [part] : [" · ", part]));
@@ -86,7 +87,7 @@ class RunRow {
     setText(this.title, [run.kind, run.title].filter(Boolean).join(" · "));
     setText(this.reason, run.reason ?? "");
     this.reason.hidden = !run.reason;
-    fill(this.state, stateChip(run.state, run.state === "running" ? 0 : run.failed));
+    fill(this.state, stateChip(run.state, run.state === "running" || run.unit === "steps" ? 0 : run.failed));
     fill(this.spark, run.spark?.length > 1 ? sparkline(run.spark, "Loss over steps") : null);
     this.showFar(run);
     fill(this.changed, ago(run.changed));
@@ -98,7 +99,7 @@ class RunRow {
     fill(
       this.far,
       h("span", { class: "run-count" }, h("span", null, far), run.planned > 0 ? h("span", { class: "muted" }, percentText(run.done, run.planned)) : null),
-      run.planned > 0 ? progressBar(run.done, run.planned, run.state, `${run.name}: done`, run.failed) : null,
+      run.planned > 0 ? progressBar(run.done, run.planned, run.state, `${run.name}: done`, run.unit === "steps" ? 0 : run.failed) : null,
       h("span", { class: "run-numbers" }, numbersOf(run)),
     );
   }
@@ -116,15 +117,20 @@ class RunRow {
 
 class RunsView {
   constructor(main) {
+    this.main = main;
+    this.focused = null;
     this.rows = new Map();
     this.folds = new Map();
     this.unfolded = new Set(recall("runs.unfolded", []));
     this.list = h("ul", { class: "runs", id: "runs", "aria-label": "Runs" });
     this.rest = h("div", null, skeleton(5));
     this.count = h("span", { class: "muted small", id: "runs-count", role: "status" });
-    this.filter = h("input", { class: "field field-search", id: "runs-filter", type: "search", placeholder: "Filter runs  ( / )", "aria-label": "Filter runs by words", value: recall("runs.filter", ""), dataset: { search: "" }, oninput: () => this.filtered() });
+    this.filter = h("input", { class: "field field-search", id: "runs-filter", type: "search", placeholder: isTouch() ? "Filter runs" : "Filter runs  ( / )", "aria-label": "Filter runs by words", value: recall("runs.filter", ""), dataset: { search: "" }, oninput: () => this.filtered() });
     fill(main, h("div", { class: "toolbar" }, h("h1", { class: "unseen" }, "Runs"), this.filter, this.count), this.list, this.rest);
     this.list.addEventListener("keydown", (event) => this.key(event));
+    this.list.addEventListener("focusin", (event) => (this.focused = event.target));
+    this.onKey = (event) => this.pageKey(event);
+    document.addEventListener("keydown", this.onKey);
     this.filter.addEventListener("keydown", (event) => {
       if (event.key === "ArrowDown" || event.key === "Enter") this.focusRow(0, event);
     });
@@ -234,6 +240,20 @@ class RunsView {
     event.preventDefault();
   }
 
+  /** Arrow keys work before anything has the focus: they begin where it was last. */
+  pageKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+    if (!["ArrowDown", "ArrowUp"].includes(event.key) || ![document.body, this.main].includes(document.activeElement)) return;
+    if (this.takeFocus()) event.preventDefault();
+  }
+
+  /** The focus goes to the run it was on last, or to the first; whether there is one. */
+  takeFocus() {
+    const link = this.focused?.isConnected ? this.focused : this.list.querySelector(ROW);
+    link?.focus();
+    return Boolean(link);
+  }
+
   focusRow(index, event) {
     const link = this.list.querySelectorAll(event.currentTarget === this.filter ? "a.run" : ROW)[index];
     if (!link) return;
@@ -248,6 +268,7 @@ class RunsView {
 
   unmount() {
     this.refresh.stop();
+    document.removeEventListener("keydown", this.onKey);
   }
 }
 

@@ -3,7 +3,7 @@
 import { full, get, inside, steadily, thumb } from "./api.js";
 import { fill, h, svg } from "./dom.js";
 import { countText, numberText, pluralText, valueText } from "./format.js";
-import { emptyState, errorState, skeleton } from "./parts.js";
+import { emptyState, errorState, fadeEdges, skeleton } from "./parts.js";
 import { Plot } from "./plot.js";
 import { Viewer } from "./viewer.js";
 
@@ -122,8 +122,7 @@ function scoreCell(run, metric) {
     "td",
     { class: "score", dataset: { metric: metric.metric, best: winner ? "yes" : "no" } },
     h("span", { class: "score-line" },
-      h("span", { class: "score-value number" }, numberText(last.value)),
-      last.few ? h("abbr", { class: "score-few", title: last.note || "few images: compares with numbers of the same count alone" }, "*") : null,
+      h("span", { class: "number" }, h("span", { class: "score-value" }, numberText(last.value)), last.few ? h("abbr", { class: "score-few", title: last.note || "few images: compares with numbers of the same count alone" }, "*") : null),
       spreadText(last) ? h("span", { class: "score-spread number" }, spreadText(last)) : null,
       metric.groups.length > 1 ? h("span", { class: "score-group", title: `Group ${LETTERS[group] ?? "?"}: numbers with other letters do not compare with this one` }, LETTERS[group] ?? "?") : null,
       winner ? h("span", { class: "score-best" }, "best") : null),
@@ -164,11 +163,11 @@ class ScoreTable {
     const focus = this.node.contains(document.activeElement) ? document.activeElement.id : null;
     fill(
       this.node,
-      h("div", { class: "scores-scroll", tabindex: 0, role: "region", "aria-label": "Scores, can be scrolled sideways" },
+      fadeEdges(h("div", { class: "scores-scroll", tabindex: 0, role: "region", "aria-label": "Scores, can be scrolled sideways" },
         h("table", { class: "table scores", id: "scores" },
           h("caption", { class: "unseen" }, "The last number of each run and metric"),
           h("thead", null, h("tr", null, h("th", { scope: "col" }, "Run"), metrics.map((metric, index) => this.headOf(metric, index)))),
-          h("tbody", null, this.sorted().map((run) => this.rowsOf(run))))),
+          h("tbody", null, this.sorted().map((run) => this.rowsOf(run)))))),
       this.notes(),
     );
     if (focus) document.getElementById(focus)?.focus({ preventScroll: true });
@@ -325,11 +324,11 @@ function extremeStrip(report, side, title) {
     "div",
     { class: "extreme-strip", dataset: { side } },
     h("h3", null, title),
-    h("ol", { class: "extreme-list" }, all.map(({ picture, label, distance }, index) =>
+    fadeEdges(h("ol", { class: "extreme-list" }, all.map(({ picture, label, distance }, index) =>
       h("li", null, h("button", { class: "extreme-one", type: "button", title: label, "aria-label": `${title} ${index + 1}: distance ${numberText(distance)}, ${label}`, onclick: () => open(index) },
         picture ? h("img", { class: "picture", src: thumb(run, picture, 128), alt: "", loading: "lazy", decoding: "async", onload: (event) => event.target.classList.toggle("pixelated", event.target.naturalWidth <= 96) }) : h("span", { class: "extreme-none" }, "not here"),
         h("span", { class: "extreme-distance number" }, numberText(distance, 3)),
-        h("span", { class: "extreme-label" }, label))))),
+        h("span", { class: "extreme-label" }, label)))))),
   );
 }
 

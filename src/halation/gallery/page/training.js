@@ -6,7 +6,7 @@ import { Curves } from "./curves.js";
 import { fill, h, isTyping, recall, remember, setText } from "./dom.js";
 import { agoText, countText, durationText, farText, lossText, percentText, pluralText, rateText, timeText } from "./format.js";
 import { Matrix, teacherCells } from "./matrix.js";
-import { ago, announce, confirmDialog, emptyState, goneState, notify, progressBar, segmented, stateChip } from "./parts.js";
+import { ago, announce, confirmDialog, emptyState, fadeEdges, goneState, isTouch, notify, progressBar, segmented, stateChip } from "./parts.js";
 import { openCompare, Viewer } from "./viewer.js";
 
 const SIZES = { min: 64, max: 320, step: 8 };
@@ -149,7 +149,7 @@ class Samples {
     const { loss, time } = this.byStep.get(step);
     const about = this.detail.prompts[prompt];
     const url = this.urlOf(cell);
-    const facts = [`prompt ${prompt + 1} of ${this.detail.prompts.length}`, `seed ${about.seed}`, about.size ? `${about.size[0]} × ${about.size[1]}` : null, loss === null || loss === undefined ? null : `loss ${lossText(loss)}`, time ? `${timeText(time)} (${agoText(time)})` : null];
+    const facts = [`prompt ${prompt + 1} of ${this.detail.prompts.length}`, `seed ${about.seed}`, about.size ? `${about.size[0]} × ${about.size[1]}` : null, loss === null || loss === undefined ? null : `mean loss ${lossText(loss)}`, time ? `${timeText(time)} (${agoText(time)})` : null];
     return {
       url,
       preview: url ? inside(this.run, cell) || thumb(this.run, cell, this.matrix.size * Math.min(2, window.devicePixelRatio)) : "",
@@ -190,7 +190,7 @@ class Samples {
       return;
     }
     this.pinned = place;
-    notify(`Pinned ${this.labelOf(place)}. Press c on another one to compare.`);
+    notify(`Pinned ${this.labelOf(place)}. ${isTouch() ? "Pin" : "Press c on"} another one to compare.`);
   }
 
   compareFrom(place) {
@@ -230,6 +230,7 @@ const ACTIONS = [["sample", "Sample now"], ["save", "Save now"], ["stop", "Stop"
 const ASKED = { sample: "Sample", save: "Save", stop: "Stop" };
 const ARROWS = ["ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"];
 const QUICK_MS = 1000;
+const LAST_LOSS = "The loss of the last step in metrics.jsonl: the mean over its batch on all ranks";
 
 /** The head that every page of a run has: name, state, how far, how fast; `actions` are nodes on its right. Returns {node, update(summary)}. */
 function runHead(summary) {
@@ -242,10 +243,11 @@ function runHead(summary) {
   function update(now) {
     fill(chip, stateChip(now.state));
     const far = `${farText(now.done, now.planned, now.unit)}${now.planned > 0 ? ` (${percentText(now.done, now.planned)})` : ""}`;
-    const loss = now.loss === null || now.loss === undefined ? null : h("span", { title: "Mean over the last steps" }, `loss ${lossText(now.loss)}`);
+    const loss = now.loss === null || now.loss === undefined ? null : h("span", { title: LAST_LOSS }, `last loss ${lossText(now.loss)}`);
     const running = now.state === "running";
-    const took = !running && now.started && now.changed > now.started ? h("span", { title: "From its start to the last change; a run that was stopped and went on counts the time between" }, `took ${durationText(now.changed - now.started)}`) : null;
-    const words = [now.kind, now.title, far, loss, running && now.rate ? rateText(now.rate, now.unit) : null, running && now.left_s !== null && now.left_s !== undefined ? `${durationText(now.left_s)} left` : null, took];
+    const took = !running && now.seconds ? h("span", { title: "The time of all its commands together, as they recorded it" }, `took ${durationText(now.seconds)}`) : null;
+    const failed = now.failed > 0 ? h("span", { class: "bad-text", title: "Samples of the newest step that could not be drawn" }, `${pluralText(now.failed, "sample")} failed`) : null;
+    const words = [now.kind, now.title, far, loss, failed, running && now.rate ? rateText(now.rate, now.unit) : null, running && now.left_s !== null && now.left_s !== undefined ? `${durationText(now.left_s)} left` : null, took];
     fill(line, words.filter(Boolean).map((word) => (word instanceof Node ? word : h("span", null, word))), h("span", null, "changed ", ago(now.changed)));
     setText(reason, now.reason ?? "");
     reason.hidden = !now.reason;
@@ -265,7 +267,7 @@ class TrainingView {
     this.head = runHead(detail.summary);
     this.links = TABS.map(([tab, text], index) => h("a", { href: `#/run/${encodeURIComponent(this.id)}/${tab}`, id: `tab-${tab}`, dataset: { tab }, title: `${text} (${index + 1})` }, text));
     this.panels = new Map(TABS.map(([tab, text]) => [tab, h("section", { class: `panel-${tab}`, id: `panel-${tab}`, "aria-label": text, hidden: true })]));
-    fill(main, h("div", { class: "training" }, this.head.node, h("nav", { class: "tabs", "aria-label": "Parts of the run" }, this.links), [...this.panels.values()]));
+    fill(main, h("div", { class: "training" }, this.head.node, fadeEdges(h("nav", { class: "tabs", "aria-label": "Parts of the run" }, this.links)), [...this.panels.values()]));
     this.parts = new Map();
     this.control = false;
     this.cost = 0;

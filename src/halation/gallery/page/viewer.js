@@ -288,7 +288,7 @@ function sidePicker(name, { sources, steps, word }, at, onPick) {
     state.step = steps[Number(slider.value)];
     said.textContent = `step ${countText(state.step)}`;
     slider.setAttribute("aria-valuetext", said.textContent);
-    const fixed = state.variant === "teacher";
+    const fixed = state.variant === "teacher" || steps.length < 2;
     slider.hidden = said.hidden = fixed;
     onPick({ ...state });
   };
@@ -298,7 +298,7 @@ function sidePicker(name, { sources, steps, word }, at, onPick) {
 }
 
 /**
- * The dialog in which any two of a run's samples are compared: {prompt, sources: [variant], word(variant), steps: [step], left, right: {step, variant},
+ * The dialog in which any two images of one prompt are compared, of steps or of runs: {prompt, sources: [variant], word(variant), steps: [step], left, right: {step, variant},
  * side({step, variant}) -> {url, label}}. `s`, `d` and `b` choose the way.
  */
 export function openCompare(options) {
