@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from halation.errors import InputError
@@ -63,7 +65,7 @@ def test_without_an_ema_the_weights_are_those_of_training_with_one(
         for number in range(2):
             image = tmp_path / "without" / folder / f"sample_{number:02d}.png"
             raw = tmp_path / "with" / folder / f"sample_{number:02d}_raw.png"
-            assert (run_readers.pixels(image) == run_readers.pixels(raw)).all()
+            assert (np.asarray(Image.open(image)) == np.asarray(Image.open(raw))).all()
     expected = weights(tmp_path / "with", raw=True)
     for is_raw in (False, True):
         found = weights(tmp_path / "without", raw=is_raw)
@@ -82,11 +84,18 @@ def test_without_an_ema_the_weights_are_those_of_training_with_one(
 def test_a_stopped_run_without_an_ema_resumes_bit_for_bit(
     ranks: RankPool, tmp_path: Path, engine: str, size: int
 ) -> None:
-    ranks.run(size, rank_functions.train, small(tmp_path / "whole", engine, sample=False), **PATIENCE)
-    stopped = small(tmp_path / "stopped", engine, sample=False)
+    changes = {"sample": False, "ckpt_every": 0, "n_steps": 3}
+    ranks.run(size, rank_functions.train, small(tmp_path / "whole", engine, **changes), **PATIENCE)
+    stopped = small(tmp_path / "stopped", engine, **changes)
     ranks.run(size, rank_functions.train_until, stopped, 1, **PATIENCE)
+    assert files(tmp_path / "stopped", 1) == {"model", "optimizer"}
     ranks.run(size, rank_functions.train, stopped, **PATIENCE)
-    assert run_readers.checkpoint_bytes(tmp_path / "stopped", 2) == run_readers.checkpoint_bytes(tmp_path / "whole", 2)
+    found, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "checkpoints/step_0000003").glob("*.safetensors")}
+        for name in ("stopped", "whole")
+    )
+    assert len(expected) >= 2
+    assert found == expected
 
 
 def test_switching_the_ema_on_or_off_is_refused_unless_accepted(ranks: RankPool, tmp_path: Path) -> None:
@@ -118,7 +127,7 @@ def averages_at_start(world: Any, config: TrainConfig) -> dict[str, float]:
         averages = session.ema.tensors()
         return {
             "averages": sum(float(value.double().sum()) for value in averages.values()),
-            "weights": sum(float(value.double().sum()) for value in session.engine.master_weights().values()),
+            "weights": sum(float(value.detach().double().sum()) for value in session.engine.master_weights().values()),
         }
 
 
@@ -148,7 +157,9 @@ def test_a_pipeline_without_an_ema_exports_its_weights_once(ranks: RankPool, tmp
         exported = load_file(tmp_path / "export/pytorch_lora_weights.safetensors")
         assert len(exported) == len(saved)
         ups = sorted(float(value.sum()) for name, value in exported.items() if "lora_B" in name)
-        assert ups == pytest.approx(sorted(float(value.sum()) for name, value in saved.items() if "lora_B" in name))
+        assert ups == pytest.approx(
+            sorted(float(value.sum()) for name, value in saved.items() if "lora_B" in name), abs=1e-7
+        )
 
 
 @pytest.mark.slow
@@ -165,12 +176,26 @@ def test_every_command_reads_a_run_without_an_ema(tmp_path: Path) -> None:
              "--output_dir", str(folder / "g"))  # fmt: skip
     assert len(list((folder / "g").rglob("*.png"))) == 2
     evaluated = ["--model_path", str(run), "--prompts", str(prompts), "--metrics", "agreement", *steps, *quiet]
-    halation(tmp_path, "evaluate", *evaluated, "--output_dir", str(folder / "e"))
+    halation(tmp_path, "evaluate", *evaluated, "--output", str(folder / "scores.json"))
+    assert (folder / "scores.json").exists()
     distilled = ["--teacher_path", str(run), "--data_path", str(prompts), "--batch_size", "2", "--n_steps", "2"]
     halation(tmp_path, "distill", *distilled, "--teacher_steps", "2", "--teacher_states", "2", "--no_sample", *quiet,
              "--ema_decay", "0", "--report_to", "none", "--nproc", "1", "--output_dir", str(folder / "d"))  # fmt: skip
     assert files(folder / "d", 2) == {"model", "optimizer"}
-    halation(tmp_path, "watch", str(run), "--once", "--prompts", str(prompts), *steps, "--images", "2", *quiet)
+    halation(
+        tmp_path,
+        "watch",
+        str(run),
+        "--once",
+        "--prompts",
+        str(prompts),
+        *steps,
+        "--num_samples",
+        "2",
+        "--metrics",
+        "agreement",
+        *quiet,
+    )
     assert list((run / "watch").rglob("*.png"))
 
 
