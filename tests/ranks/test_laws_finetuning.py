@@ -116,8 +116,8 @@ def num_fitting(world: Any, config: TrainConfig, sides: tuple[int, ...]) -> list
 
 def test_more_small_images_fit_into_memory_than_large_ones(ranks: RankPool, tmp_path: Path) -> None:
     config = tuned(tmp_path, "hunyuan", "ddp")
-    small, large, huge = ranks.run(1, num_fitting, config, (32, 64, 256), **PATIENCE)[0]
-    assert small > 2 * large > 4 * huge > 4
+    small, large = ranks.run(1, num_fitting, config, (32, 512), **PATIENCE)[0]
+    assert small > 2 * large > 2
 
 
 def test_the_base_model_is_sampled_once_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
