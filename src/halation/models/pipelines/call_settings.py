@@ -1,4 +1,4 @@
-"""What a pipeline's call reads: its defaults, sizes and guidance, known before anything is loaded.
+"""Reads defaults, sizes and guidance of a pipeline before it is loaded.
 
 The signature comes from the source of the installed diffusers, sizes from the JSON configs of the model. Neither torch
 nor diffusers is imported, which would take seconds in a process that only starts workers.
@@ -34,7 +34,7 @@ _PACKS_LATENTS = (
     *("FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "ChromaPipeline", "BriaPipeline", "OvisImagePipeline"),
     *("LongCatImagePipeline", "ZImagePipeline"),
 )
-"""These call a patch of 2 x 2 latents a channel, so their configs name a patch size of 1 or none."""
+"""These pack 2 x 2 latents into one token, so their configs have a patch size of 1 or none."""
 _SAMPLE_SIZE_FACTORS = {"BriaPipeline": 2}
 """How often the factor of the autoencoder is counted in the default size."""
 _GUIDANCE_EMBEDS = {"Flux2Pipeline": True, "HunyuanVideoPipeline": True}
@@ -68,7 +68,7 @@ def read_call_arguments(class_name: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _read_class(class_name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the arguments of a class's call, and the constants that its constructor and call set."""
+    """Return a call's arguments, and the constants that constructor and call set."""
     arguments: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     node = _find_class(class_name)
@@ -127,7 +127,7 @@ def _find_class(class_name: str) -> ast.ClassDef:
 
 
 def check_packages(class_name: str) -> None:
-    """Raise if a pipeline needs a package that is not installed; diffusers then has only a dummy of the class."""
+    """Raise if a pipeline needs a missing package; diffusers then has only a dummy of it."""
     pattern = re.compile(rf"^class {class_name}\(metaclass=DummyObject\):\s+_backends = (\[.*?\])", re.MULTILINE)
     missing: list[str] = []
     for path in (_diffusers_folder() / "utils").glob("dummy_*.py"):
@@ -199,7 +199,7 @@ class Guidance:
 
 
 def find_guidance(class_name: str, denoiser: Mapping[str, Any], index: Mapping[str, Any]) -> Guidance:
-    """Return the guidance of a pipeline, from its signature and the configs of its denoiser and itself."""
+    """Return how a pipeline uses guidance, from its signature and configs."""
     arguments = read_call_arguments(class_name)
     takes_negative = "negative_prompt" in arguments
     embeds = bool(denoiser.get("guidance_embeds", _GUIDANCE_EMBEDS.get(class_name, False)))
@@ -238,7 +238,10 @@ def find_guidance(class_name: str, denoiser: Mapping[str, Any], index: Mapping[s
 
 
 def find_size_multiple(class_name: str, denoiser: Mapping[str, Any], autoencoder: Mapping[str, Any]) -> int:
-    """Return the number that must divide height and width: autoencoder, patches and the family's own multiple."""
+    """Return the number that must divide height and width.
+
+    It combines the autoencoder's factor times the patch size with the family's own multiple.
+    """
     patch = denoiser.get("patch_size") or 1
     if isinstance(patch, list | tuple):
         patch = patch[-1]
@@ -248,7 +251,7 @@ def find_size_multiple(class_name: str, denoiser: Mapping[str, Any], autoencoder
 
 
 def find_downsampling(class_name: str, autoencoder: Mapping[str, Any]) -> int | None:
-    """Return how many pixels a side of a latent covers, or None if the config does not show it."""
+    """Return the pixels per side of a latent, or None if the config does not show it."""
     constants = _read_class(class_name)[1]
     if constant := constants.get("vae_scale_factor") or constants.get("vae_scale_factor_spatial"):
         return int(constant)
@@ -382,7 +385,7 @@ def check_size_multiple(
 
 
 def read_call_settings(folder: Path) -> CallSettings:
-    """Read the defaults and limits of a pipeline folder; raise for a pipeline that needs more than text."""
+    """Read the defaults and limits of a folder; reject pipelines that need more than text."""
     index = _read_config(folder / "model_index.json")
     class_name = str(index.get("_class_name"))
     check_text_only(class_name)
@@ -404,12 +407,12 @@ def read_call_settings(folder: Path) -> CallSettings:
 
 
 def read_downsampling(folder: Path) -> int | None:
-    """Return how many pixels a side of a latent of this autoencoder covers, or None if its config does not show it."""
+    """Return the pixels per side of a latent of this autoencoder folder, or None."""
     return _config_downsampling(_read_config(folder / "config.json"))
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    """Return a JSON object, or {} if there is no file; the check of the folder has read its configs before."""
+    """Return a JSON object, or {} if there is no file."""
     try:
         value = input_files.read_json(file)
     except FileNotFoundError:
