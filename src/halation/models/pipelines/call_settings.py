@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halation import input_files
-from halation.errors import InputError
+from halation.errors import InputError, format_value
 from halation.models.pipelines.family_quirks import FAMILIES, get_family
 
 REQUIRED, NOT_LITERAL = object(), object()
@@ -41,6 +41,7 @@ _GUIDANCE_EMBEDS = {"Flux2Pipeline": True, "HunyuanVideoPipeline": True}
 """Value of guidance_embeds for configs that leave it out; False for other families."""
 _THRESHOLDS = {"ZImagePipeline": 0.0}
 """The scale above which the unconditional branch runs, if it is not 1."""
+_NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _IMPORT_NAMES = {"opencv": "cv2"}
 _PACKAGES = {"opencv": "opencv-python"}
 
@@ -387,23 +388,36 @@ def check_size_multiple(
 def read_call_settings(folder: Path) -> CallSettings:
     """Read the defaults and limits of a folder; reject pipelines that need more than text."""
     index = _read_config(folder / "model_index.json")
-    class_name = str(index.get("_class_name"))
+    class_name = index.get("_class_name")
+    if not isinstance(class_name, str) or not _NAME_PATTERN.fullmatch(class_name):
+        raise InputError(
+            f"{folder}: model_index.json requires the pipeline {format_value(class_name)}",
+            "the name of a pipeline class of diffusers",
+            "copy the model again; Halation never runs code from a model folder",
+        )
     check_text_only(class_name)
-    denoiser = next((found for name in DENOISER_FOLDERS if (found := _read_config(folder / name / "config.json"))), {})
-    autoencoder = next(
-        (found for name in _AUTOENCODER_FOLDERS if (found := _read_config(folder / name / "config.json"))), {}
-    )
+
+    def read_first(names: Sequence[str]) -> Mapping[str, Any]:
+        return next((found for name in names if (found := _read_config(folder / name / "config.json"))), {})
+
+    denoiser, autoencoder = read_first(DENOISER_FOLDERS), read_first(_AUTOENCODER_FOLDERS)
     steps = read_call_arguments(class_name).get("num_inference_steps")
     is_pixel_model = index.keys() & set(DENOISER_FOLDERS) and not index.keys() & set(_AUTOENCODER_FOLDERS)
-    return CallSettings(
-        class_name=class_name,
-        size=_find_default_size(
-            class_name, denoiser, 1 if is_pixel_model else find_downsampling(class_name, autoencoder)
-        ),
-        steps=steps if isinstance(steps, int) else None,
-        guidance=find_guidance(class_name, denoiser, index),
-        size_multiple=find_size_multiple(class_name, denoiser, autoencoder),
-    )
+    try:
+        factor = 1 if is_pixel_model else find_downsampling(class_name, autoencoder)
+        return CallSettings(
+            class_name=class_name,
+            size=_find_default_size(class_name, denoiser, factor),
+            steps=steps if isinstance(steps, int) else None,
+            guidance=find_guidance(class_name, denoiser, index),
+            size_multiple=find_size_multiple(class_name, denoiser, autoencoder),
+        )
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise InputError(
+            f"the configs of {folder} show no image size ({type(error).__name__}: {error})",
+            "the numbers that were saved with the model",
+            "copy the model again",
+        ) from error
 
 
 def read_downsampling(folder: Path) -> int | None:
