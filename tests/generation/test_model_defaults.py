@@ -173,6 +173,25 @@ def test_a_pipeline_that_needs_an_image_is_refused_without_a_folder(
     assert "StableDiffusionInpaintPipeline needs image, mask_image" in refused(tmp_path, capsys, folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("transformer/config.json", {"patch_size": "x"}, "show no image size"),
+        ("transformer/config.json", {"sample_size": [1, 2, 3]}, "show no image size"),
+        ("vae/config.json", {"block_out_channels": 7}, "show no image size"),
+        ("model_index.json", {"_class_name": "a|b"}, "requires the pipeline 'a|b'"),
+        ("model_index.json", {"_class_name": None}, "requires the pipeline None"),
+        ("model_index.json", {"_class_name": "NoSuchPipeline"}, "NoSuchPipeline, which diffusers"),
+    ],
+)
+def test_configs_of_other_values_are_refused_without_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, change: dict[str, Any], words: str
+) -> None:
+    folder = shutil.copytree(tiny_models.built("pixart"), tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    assert words in refused(tmp_path, capsys, folder)
+
+
 def test_a_pipeline_whose_configs_show_no_size_asks_for_one(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     (tmp_path / "prompts.txt").write_text("a red cat\n")

@@ -371,6 +371,42 @@ def test_pipelines_of_any_trainer_are_scored_as_their_numbers_say(tmp_path: Path
     assert (out / "best").read_text() == "checkpoint-90\n"
     assert sorted(path.name for path in (out / "step_0000090/pictures").glob("*.png"))[0] == "p0_seed42.png"
     assert (out / "best_checkpoint/model_index.json").exists()
+    drawn = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 7.5}
+    assert json.loads((out / "config.json").read_text())["fixed"]["image settings"] == drawn, "7.5 is of its call"
+
+
+@pytest.mark.slow
+def test_later_checkpoints_are_drawn_with_the_settings_of_the_first_scored_one(tmp_path: Path) -> None:
+    """As in a folder that was begun when other defaults held: 3 steps are not those of the pipeline's call."""
+    from support import tiny_models
+
+    source, models = tiny_models.built("stable_diffusion"), tmp_path / "models"
+    shutil.copytree(source, models / "checkpoint-1")
+    (tmp_path / "prompts.csv").write_text("image_id,prompt\np0,a red car\np1,a blue car\n")
+    words = [
+        "--prompts",
+        tmp_path / "prompts.csv",
+        "--reference",
+        "streets",
+        "--num_reference",
+        "32",
+        "--metrics",
+        "fd",
+    ]
+    words += ["--allow_few", "--nproc", "1", "--settle_s", "0.2", "--height", "64", "--width", "64", "--once"]
+    assert watch(models, *words, "--num_inference_steps", "3").returncode == 0
+    path = models / "watch/config.json"
+    record = json.loads(path.read_text())
+    record["fixed"] |= {"num_inference_steps": None}  # as if the default had been 3 then
+    record["fixed"].pop("image settings")
+    runs.write_json_with_digest(path, {name: value for name, value in record.items() if name != "digest"})
+    shutil.copytree(source, models / "checkpoint-2")
+    assert watch(models, *words).returncode == 0
+    for step in (1, 2):
+        fixed = json.loads((models / f"watch/step_{step:07d}/pictures/config.json").read_text())["fixed"]
+        assert fixed["num_inference_steps"] == 3
+    first, second = rows(models / "watch")
+    assert first["value"] == second["value"]
 
 
 def test_while_nothing_comes_it_waits_and_a_signal_ends_it(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ class EvaluateConfig:
     """Guidance scale; by default that of the pipeline's own call, or the value a Halation run used. Refused for a model
     that ignores it."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
+    """Height in pixels; by default that of the pipeline, or the size a Halation model was trained at."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
+    """Width in pixels; by default that of the pipeline, or the size a Halation model was trained at."""
     seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Image k uses the seed seed_start + k, unless its row has a seed."""
     negative_prompt: str = ""

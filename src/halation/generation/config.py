@@ -62,9 +62,9 @@ class GenerateConfig:
     """Guidance scale; by default that of the pipeline's own call, or the value a Halation run used. Refused for a model
     that ignores it."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
+    """Height in pixels; by default that of the pipeline, or the size a Halation model was trained at."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default that of the pipeline's call or config, or the size a Halation model was trained at."""
+    """Width in pixels; by default that of the pipeline, or the size a Halation model was trained at."""
     num_frames: int = setting(1, low=1, high=10_000)
     """Frames for video models: 1, the default whatever the model, writes an image; more write an MP4 and its frames."""
     negative_prompt: str = setting("")

@@ -12,22 +12,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
 from halation.errors import InputError, format_count
-from halation.generation.image_requests import (
-    ImageRequest,
-    RenamedId,
-    RequestDefaults,
-    RequestIterator,
-    RowCheck,
-    iter_requests,
-)
+from halation.generation.image_requests import ImageRequest, RenamedId, RequestDefaults, RequestIterator, iter_requests
 from halation.generation.ledger import LEDGER_NAMES, Ledger, LedgerDamage, LedgerKind
 from halation.generation.metadata_and_summary import prove_outcome, read_spec, remove_result
-from halation.prompt_files import PromptFile
+from halation.prompt_files import PromptFile, PromptRow
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
 
@@ -127,7 +120,7 @@ def plan(
     folder: Path,
     accept_changes: bool = False,
     unrecorded: Sequence[ImageRequest] = (),
-    check: RowCheck | None = None,
+    check: Callable[[PromptRow, SampleSpec], None] | None = None,
 ) -> None:
     """Make the ledger hold exactly the first `limit` rows of the prompt file (0: all).
 

@@ -233,7 +233,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def check_base_exists(folder: Path) -> Path | None:
-    """Return the base pipeline of a fine-tuning checkpoint; raise if it is missing, before workers start."""
+    """Return the base pipeline of a fine-tuning checkpoint; raise if it is missing."""
     if not (folder / COMMIT_FILE).exists():
         return None
     try:

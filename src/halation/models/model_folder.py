@@ -144,7 +144,10 @@ def read_export_size(folder: Path) -> tuple[int, int] | None:
 
 
 def default_patch_size(height: int, downsampling_factor: int) -> int:
-    """Return the patch of a new DiT: 2 in latents as in the DiT paper; in pixels, the sequence stays near 256 tokens."""
+    """Return the patch size of a new DiT.
+
+    It is 2 in latents as in the DiT paper; in pixels it keeps the sequence near 256 tokens.
+    """
     if downsampling_factor > 1:
         return 2
     return 4 if height <= 64 else 8

@@ -19,16 +19,8 @@ from halation.distributed import launcher
 from halation.distributed.engines import deepspeed_config
 from halation.errors import InputError, install_command
 from halation.evaluation.config import Metric, fid_conflict
-from halation.models.model_folder import (
-    HubOptions,
-    default_patch_size,
-    find_fine_tuned_run,
-    fine_tuned_error,
-    fingerprint,
-    read_export_size,
-    read_hub_fact,
-    resolve_model_path,
-)
+from halation.models import model_folder
+from halation.models.model_folder import HubOptions, find_fine_tuned_run, fine_tuned_error, fingerprint, read_hub_fact
 from halation.models.model_path_resolver import resolve_pipeline_folder
 from halation.models.pipelines.call_settings import check_size_multiple, read_call_settings, read_downsampling
 from halation.prompt_files import collect_prompts
@@ -117,8 +109,8 @@ def resolve_config(config: TrainConfig) -> TrainConfig:
 def _check_image_size(config: TrainConfig) -> None:
     """Raise if the patches, and the autoencoder, do not divide the size of a new DiT."""
     height, width = config.image_size
-    folder = resolve_model_path(config.model)
-    if own := read_export_size(folder):
+    folder = model_folder.resolve_model_path(config.model)
+    if own := model_folder.read_export_size(folder):
         if own != (height, width):
             raise InputError(
                 f"--image_size {height} {width} with --model {config.model}",
@@ -130,7 +122,7 @@ def _check_image_size(config: TrainConfig) -> None:
         return
     factor = read_downsampling(Path(config.vae)) if config.vae else 1
     if factor:
-        patch = config.patch_size or default_patch_size(height, factor)
+        patch = config.patch_size or model_folder.default_patch_size(height, factor)
         needs = f"patches of {patch} {'latents' if config.vae else 'pixels'}"
         check_size_multiple("this model", patch * factor, height, width, flag="image_size", needs=needs)
 

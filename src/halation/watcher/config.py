@@ -64,9 +64,9 @@ class WatchConfig:
     guidance_scale: MaybeFloat = setting(None, low=0)
     """Guidance scale; by default that of the pipeline's own call, or the scale of the Halation run."""
     height: MaybeInt = setting(None, low=1, high=16_384)
-    """Height in pixels; by default that of the pipeline's call or config, or the native size of a Halation model."""
+    """Height in pixels; by default that of the pipeline, or the native size of a Halation model."""
     width: MaybeInt = setting(None, low=1, high=16_384)
-    """Width in pixels; by default that of the pipeline's call or config, or the native size of a Halation model."""
+    """Width in pixels; by default that of the pipeline, or the native size of a Halation model."""
     batch_size: int = setting(4, low=1, high=10**9)
     """Images in a batch. It affects the rounding of the images."""
     dtype: Literal["", "bf16", "fp16", "fp32"] = setting("")

@@ -215,7 +215,8 @@ class CheckpointWatcher:
         if problem:
             raise ScoringError("scoring", 1, problem)
         checkpoint_scores.write_grid(images_folder, step_folder / "grid.png")
-        self._record_image_settings(images_folder)
+        if not (model / runs.COMMIT_FILE).exists():  # a checkpoint of Halation has its own settings
+            self._record_image_settings(images_folder)
         value = {"step": checkpoint.step, "checkpoint": checkpoint.name, **evaluation}
         runs.write_json_with_digest(step_folder / checkpoint_scores.EVALUATION_FILE, value)
         scores_file.unlink()
@@ -263,21 +264,18 @@ class CheckpointWatcher:
 
     def _image_settings(self) -> dict[str, Any]:
         """Return size, steps and guidance of the scored checkpoints; empty before the first score."""
-        run = runs.RunFolder(self.folder)
-        if IMAGE_SETTINGS_KEY not in runs.read_record(run)["fixed"]:
-            for path in self.folder.glob(f"step_*/{checkpoint_scores.EVALUATION_FILE}"):  # of an earlier version
-                if (path.parent / "pictures" / runs.CONFIG_FILE).exists():
-                    self._record_image_settings(path.parent / "pictures")
-                    break
-        settings: dict[str, Any] = runs.read_record(run)["fixed"].get(IMAGE_SETTINGS_KEY, {})
-        return settings
+        fixed = runs.read_record(runs.RunFolder(self.folder))["fixed"]
+        if IMAGE_SETTINGS_KEY in fixed:
+            return dict(fixed[IMAGE_SETTINGS_KEY])
+        scored = (path.parent / "pictures" for path in self.folder.glob(f"step_*/{checkpoint_scores.EVALUATION_FILE}"))
+        folder = next((each for each in scored if (each / runs.CONFIG_FILE).exists()), None)
+        return {} if folder is None else _read_image_settings(folder)
 
     def _record_image_settings(self, images_folder: Path) -> None:
+        """Record the settings of the first score, because its images may be removed."""
         run = runs.RunFolder(self.folder)
         if IMAGE_SETTINGS_KEY not in runs.read_record(run)["fixed"]:
-            fixed = runs.read_record(runs.RunFolder(images_folder))["fixed"]
-            settings = {name: fixed[name] for name in RESOLVED_SETTINGS if name in fixed}
-            runs.record_facts(run, {IMAGE_SETTINGS_KEY: settings}, accept_changes=False)
+            runs.record_facts(run, {IMAGE_SETTINGS_KEY: _read_image_settings(images_folder)}, accept_changes=False)
 
     def _evaluate_arguments(self, images_folder: Path, scores_file: Path) -> list[str]:
         arguments = ["evaluate", "--generated", str(images_folder), "--output", str(scores_file), "--progress", "none"]
@@ -430,6 +428,11 @@ def _command_error(message: str, code: int) -> HalationError:
     if code == InputError.exit_code:
         failure.exit_code = InputError.exit_code
     return failure
+
+
+def _read_image_settings(images_folder: Path) -> dict[str, Any]:
+    fixed = runs.read_record(runs.RunFolder(images_folder))["fixed"]
+    return {name: fixed[name] for name in RESOLVED_SETTINGS if name in fixed}
 
 
 def _non_empty_names(config: WatchConfig, *names: str) -> list[str]:

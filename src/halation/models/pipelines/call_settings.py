@@ -1,4 +1,4 @@
-"""What a pipeline's call reads: its defaults, sizes and guidance, known before anything is loaded.
+"""Reads defaults, sizes and guidance of a pipeline before it is loaded.
 
 The signature comes from the source of the installed diffusers, sizes from the JSON configs of the model. Neither torch
 nor diffusers is imported, which would take seconds in a process that only starts workers.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halation import input_files
-from halation.errors import InputError
+from halation.errors import InputError, format_value
 from halation.models.pipelines.family_quirks import FAMILIES, get_family
 
 REQUIRED, NOT_LITERAL = object(), object()
@@ -34,13 +34,14 @@ _PACKS_LATENTS = (
     *("FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "ChromaPipeline", "BriaPipeline", "OvisImagePipeline"),
     *("LongCatImagePipeline", "ZImagePipeline"),
 )
-"""These call a patch of 2 x 2 latents a channel, so their configs name a patch size of 1 or none."""
+"""These pack 2 x 2 latents into one token, so their configs have a patch size of 1 or none."""
 _SAMPLE_SIZE_FACTORS = {"BriaPipeline": 2}
 """How often the factor of the autoencoder is counted in the default size."""
 _GUIDANCE_EMBEDS = {"Flux2Pipeline": True, "HunyuanVideoPipeline": True}
 """Value of guidance_embeds for configs that leave it out; False for other families."""
 _THRESHOLDS = {"ZImagePipeline": 0.0}
 """The scale above which the unconditional branch runs, if it is not 1."""
+_NAME_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _IMPORT_NAMES = {"opencv": "cv2"}
 _PACKAGES = {"opencv": "opencv-python"}
 
@@ -68,7 +69,7 @@ def read_call_arguments(class_name: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _read_class(class_name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the arguments of a class's call, and the constants that its constructor and call set."""
+    """Return a call's arguments, and the constants that constructor and call set."""
     arguments: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     node = _find_class(class_name)
@@ -127,7 +128,7 @@ def _find_class(class_name: str) -> ast.ClassDef:
 
 
 def check_packages(class_name: str) -> None:
-    """Raise if a pipeline needs a package that is not installed; diffusers then has only a dummy of the class."""
+    """Raise if a pipeline needs a missing package; diffusers then has only a dummy of it."""
     pattern = re.compile(rf"^class {class_name}\(metaclass=DummyObject\):\s+_backends = (\[.*?\])", re.MULTILINE)
     missing: list[str] = []
     for path in (_diffusers_folder() / "utils").glob("dummy_*.py"):
@@ -199,7 +200,7 @@ class Guidance:
 
 
 def find_guidance(class_name: str, denoiser: Mapping[str, Any], index: Mapping[str, Any]) -> Guidance:
-    """Return the guidance of a pipeline, from its signature and the configs of its denoiser and itself."""
+    """Return how a pipeline uses guidance, from its signature and configs."""
     arguments = read_call_arguments(class_name)
     takes_negative = "negative_prompt" in arguments
     embeds = bool(denoiser.get("guidance_embeds", _GUIDANCE_EMBEDS.get(class_name, False)))
@@ -238,7 +239,10 @@ def find_guidance(class_name: str, denoiser: Mapping[str, Any], index: Mapping[s
 
 
 def find_size_multiple(class_name: str, denoiser: Mapping[str, Any], autoencoder: Mapping[str, Any]) -> int:
-    """Return the number that must divide height and width: autoencoder, patches and the family's own multiple."""
+    """Return the number that must divide height and width.
+
+    It combines the autoencoder's factor times the patch size with the family's own multiple.
+    """
     patch = denoiser.get("patch_size") or 1
     if isinstance(patch, list | tuple):
         patch = patch[-1]
@@ -248,7 +252,7 @@ def find_size_multiple(class_name: str, denoiser: Mapping[str, Any], autoencoder
 
 
 def find_downsampling(class_name: str, autoencoder: Mapping[str, Any]) -> int | None:
-    """Return how many pixels a side of a latent covers, or None if the config does not show it."""
+    """Return the pixels per side of a latent, or None if the config does not show it."""
     constants = _read_class(class_name)[1]
     if constant := constants.get("vae_scale_factor") or constants.get("vae_scale_factor_spatial"):
         return int(constant)
@@ -382,34 +386,47 @@ def check_size_multiple(
 
 
 def read_call_settings(folder: Path) -> CallSettings:
-    """Read the defaults and limits of a pipeline folder; raise for a pipeline that needs more than text."""
+    """Read the defaults and limits of a folder; reject pipelines that need more than text."""
     index = _read_config(folder / "model_index.json")
-    class_name = str(index.get("_class_name"))
+    class_name = index.get("_class_name")
+    if not isinstance(class_name, str) or not _NAME_PATTERN.fullmatch(class_name):
+        raise InputError(
+            f"{folder}: model_index.json requires the pipeline {format_value(class_name)}",
+            "the name of a pipeline class of diffusers",
+            "copy the model again; Halation never runs code from a model folder",
+        )
     check_text_only(class_name)
-    denoiser = next((found for name in DENOISER_FOLDERS if (found := _read_config(folder / name / "config.json"))), {})
-    autoencoder = next(
-        (found for name in _AUTOENCODER_FOLDERS if (found := _read_config(folder / name / "config.json"))), {}
-    )
+
+    def read_first(names: Sequence[str]) -> Mapping[str, Any]:
+        return next((found for name in names if (found := _read_config(folder / name / "config.json"))), {})
+
+    denoiser, autoencoder = read_first(DENOISER_FOLDERS), read_first(_AUTOENCODER_FOLDERS)
     steps = read_call_arguments(class_name).get("num_inference_steps")
     is_pixel_model = index.keys() & set(DENOISER_FOLDERS) and not index.keys() & set(_AUTOENCODER_FOLDERS)
-    return CallSettings(
-        class_name=class_name,
-        size=_find_default_size(
-            class_name, denoiser, 1 if is_pixel_model else find_downsampling(class_name, autoencoder)
-        ),
-        steps=steps if isinstance(steps, int) else None,
-        guidance=find_guidance(class_name, denoiser, index),
-        size_multiple=find_size_multiple(class_name, denoiser, autoencoder),
-    )
+    try:
+        factor = 1 if is_pixel_model else find_downsampling(class_name, autoencoder)
+        return CallSettings(
+            class_name=class_name,
+            size=_find_default_size(class_name, denoiser, factor),
+            steps=steps if isinstance(steps, int) else None,
+            guidance=find_guidance(class_name, denoiser, index),
+            size_multiple=find_size_multiple(class_name, denoiser, autoencoder),
+        )
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise InputError(
+            f"the configs of {folder} show no image size ({type(error).__name__}: {error})",
+            "the numbers that were saved with the model",
+            "copy the model again",
+        ) from error
 
 
 def read_downsampling(folder: Path) -> int | None:
-    """Return how many pixels a side of a latent of this autoencoder covers, or None if its config does not show it."""
+    """Return the pixels per side of a latent of this autoencoder folder, or None."""
     return _config_downsampling(_read_config(folder / "config.json"))
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    """Return a JSON object, or {} if there is no file; the check of the folder has read its configs before."""
+    """Return a JSON object, or {} if there is no file."""
     try:
         value = input_files.read_json(file)
     except FileNotFoundError:

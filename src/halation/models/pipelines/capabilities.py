@@ -16,13 +16,8 @@ import torch
 
 from halation.errors import InputError
 from halation.models.dtypes import DTYPES
-from halation.models.pipelines.call_settings import (
-    Guidance,
-    check_size_multiple,
-    find_guidance,
-    find_size_multiple,
-    read_call_arguments,
-)
+from halation.models.pipelines import call_settings
+from halation.models.pipelines.call_settings import Guidance
 from halation.models.pipelines.family_quirks import FAMILIES, PipelineFamily
 from halation.models.pipelines.pipeline_hooks import boundary_timestep
 from halation.models.pipelines.schedulers import copy_with_timesteps
@@ -212,7 +207,7 @@ class PipelineChecker:
     def guidance(self) -> Guidance:
         denoiser = self._denoiser
         config = {} if denoiser is None else dict(denoiser.config)
-        return find_guidance(type(self.pipe).__name__, config, dict(self.pipe.config))
+        return call_settings.find_guidance(type(self.pipe).__name__, config, dict(self.pipe.config))
 
     @property
     def accepts_negative_prompt(self) -> bool:
@@ -222,7 +217,7 @@ class PipelineChecker:
         return guidance.switch == guidance.argument or self._switch_value(None) > guidance.threshold
 
     def _switch_value(self, guidance_scale: float | None) -> float:
-        defaults = read_call_arguments(type(self.pipe).__name__)
+        defaults = call_settings.read_call_arguments(type(self.pipe).__name__)
         return self.guidance.switch_value(guidance_scale, self.options.arguments, defaults)
 
     @functools.cached_property
@@ -267,11 +262,11 @@ class PipelineChecker:
         configs = [
             dict(part.config) if part is not None else {} for part in (self._denoiser, next(filter(None, parts), None))
         ]
-        return find_size_multiple(type(self.pipe).__name__, *configs)
+        return call_settings.find_size_multiple(type(self.pipe).__name__, *configs)
 
     def check_size(self, height: int, width: int) -> None:
         multiple = self.size_multiple
-        check_size_multiple(type(self.pipe).__name__, multiple, height, width)
+        call_settings.check_size_multiple(type(self.pipe).__name__, multiple, height, width)
         denoiser = self._denoiser
         largest = denoiser.config.get("pos_embed_max_size") if denoiser is not None else None
         if largest and max(height, width) > largest * multiple:
