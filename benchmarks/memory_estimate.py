@@ -26,6 +26,8 @@ from benchmarks import finetune_hunyuan, hunyuan, inputs, measure
 from halation.distributed.world import World, init_from_env
 from halation.training import command, memory_fit_check
 from halation.training.config import TrainConfig
+from halation.training.loop import StepReport
+from halation.training.reporting import ThroughputWindow
 from halation.training.session import TrainingSession
 
 NUM_STEPS = 4
@@ -96,8 +98,8 @@ class MeasuredSession(TrainingSession):
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def _log(self, report: Any, window: Any) -> None:
-        super()._log(report, window)
+    def _log(self, report: StepReport, window: ThroughputWindow, is_saved: bool) -> None:
+        super()._log(report, window, is_saved)
         if report.step == NUM_STEPS:
             raise EnoughSteps
 

@@ -381,7 +381,7 @@ def _use_current_names(config_type: Any, args: Sequence[str]) -> list[str]:
         if new:
             words[position] = f"--{no}{new}"
             if value is not None:
-                words[position + 1] = converted
+                words[position + 1] = str(converted)
     return words
 
 

@@ -18,9 +18,9 @@ def make_batches(specs: Sequence[SampleSpec], batch_size: int, *, by_guidance: b
     """
     if batch_size < 1:
         raise ValueError(f"a batch holds at least one spec, not {batch_size}")
-    groups: dict[tuple[float, ...], list[SampleSpec]] = {}
+    groups: dict[tuple[float | None, ...], list[SampleSpec]] = {}
     for spec in sorted(specs, key=lambda spec: spec.index):
-        key = (*spec.shape, spec.guidance_scale) if by_guidance else spec.shape
+        key: tuple[float | None, ...] = (*spec.shape, spec.guidance_scale) if by_guidance else spec.shape
         groups.setdefault(key, []).append(spec)
     batches = []
     for group in groups.values():

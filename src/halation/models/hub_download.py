@@ -196,9 +196,8 @@ class _Repository:
         return place / "halation" / (self.commit + (f"-{self.options.variant}" if self.options.variant else ""))
 
     def is_cached(self, file: str) -> bool:
-        return (self.snapshot / file).exists() or (
-            bool(self.blobs and self.blobs.get(file)) and (self.folder / "blobs" / self.blobs[file]).exists()
-        )
+        blob = (self.blobs or {}).get(file)
+        return (self.snapshot / file).exists() or (bool(blob) and (self.folder / "blobs" / str(blob)).exists())
 
 
 def download_model(name: str, options: HubOptions, flag: str, *, pipelines_only: bool = False) -> Path:

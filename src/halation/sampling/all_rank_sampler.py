@@ -192,7 +192,7 @@ class RankGroup:
         return any(self.world.all_gather_object(self.stop()))
 
 
-def _forward_key(batch: SampleBatch) -> tuple[int, float]:
+def _forward_key(batch: SampleBatch) -> tuple[int, float | None]:
     """Batches with the same key make the same number of forwards."""
     return batch.specs[0].steps, batch.specs[0].guidance_scale
 
@@ -334,9 +334,10 @@ class SampleSettings:
             )
         if "guidance_scale" in row and model.guidance_kind == "none":
             raise InputError(f"guidance_scale in its row, with {model.name}", "a model with guidance", "leave it out")
-        if spec.negative_prompt and (model.guidance_kind != "pair" or spec.guidance_scale <= 1):
+        guidance = spec.guidance_scale or 0.0
+        if spec.negative_prompt and (model.guidance_kind != "pair" or guidance <= 1):
             raise InputError(
-                f"negative_prompt in its row, with {model.name} at guidance {spec.guidance_scale:g}",
+                f"negative_prompt in its row, with {model.name} at guidance {guidance:g}",
                 "a model that reads it, and guidance above 1",
                 "leave it out, or set guidance_scale",
             )

@@ -45,6 +45,8 @@ NUM_HOST_BATCHES = 5  # prefetched batches and the one in use
 BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.6, "fp16": 2.6}  # autocast leaves norms and residuals in float32
 GATHERED_UNITS = 3  # of FSDP: the running unit, the next one, and the buffer that it is copied from
 ZERO_BUCKET_VALUES, ZERO_LIVE_VALUES = 500_000_000, 1_000_000_000  # DeepSpeed's defaults
+NOT_ON_FAKE_TENSORS = (RuntimeError, TypeError, AssertionError)
+"""What an operation raises that cannot run on fake tensors."""
 TOLERANCE = 1.2  # activations are estimated, so a batch is refused only if it clearly does not fit
 
 log = logging.getLogger(__name__)
@@ -322,17 +324,16 @@ def _pass_bytes(
         for tensor in tensors.values():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(counter.on_gradient)
+        fakes: dict[str, Any] = {name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")}
         rows = dataclasses.replace(
-            batch,
-            **{name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")},
-            condition={name: fake(value) for name, value in batch.condition.items()},
+            batch, **fakes, condition={name: fake(value) for name, value in batch.condition.items()}
         )
         stack.enter_context(torch.nn.utils.stateless._reparametrize_module(module, tensors))
         objective = denoising_objective(_without_caches(denoiser))
         with counter:
             with mixed_precision(device, config.dtype):
                 losses = objective(module, rows)
-            losses.float().sum().backward()  # type: ignore[no-untyped-call]
+            losses.float().sum().backward()
     return counter.peak
 
 
@@ -487,25 +488,25 @@ def check_batch_fits(
     """Raise if a micro-batch does not fit beside the model; checked before the engine wraps the model."""
     world, denoiser = task.world, task.denoiser
     _, rows = work_division.micro_batch_layout(global_batch, world.size, config.batch_size)
-    # Shapes are enough: only one row is made, on the CPU, and expanded on the meta device.
+    try:
+        estimate = estimate_memory(config, denoiser, world.size, _meta_batch(config, denoiser, rows), world.device)
+    except NOT_ON_FAKE_TENSORS as error:
+        log.warning("the memory of activations could not be estimated: %s", str(error).partition("\n")[0])
+        estimate = estimate_memory(config, denoiser, world.size)
+    _raise_if_too_large(world, config, estimate, capacity)
+    return estimate
+
+
+def _meta_batch(config: TrainConfig, denoiser: Denoiser, rows: int) -> MicroBatch:
+    """Return the shapes of a batch: only one row is made, on the CPU, and expanded on the meta device."""
     height, width = config.image_size
     row = training_task.dummy_batch(denoiser, 1, (height, width), torch.device("cpu"))
 
     def expand(tensor: Tensor) -> Tensor:
         return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
-    batch = dataclasses.replace(
-        row,
-        **{name: expand(getattr(row, name)) for name in ("x0", "noise", "t", "weight")},
-        condition={name: expand(value) for name, value in row.condition.items()},
-    )
-    try:
-        estimate = estimate_memory(config, denoiser, world.size, batch, world.device)
-    except (RuntimeError, TypeError, AssertionError) as error:  # an operation that cannot run on fake tensors
-        log.warning("the memory of activations could not be estimated: %s", str(error).partition("\n")[0])
-        estimate = estimate_memory(config, denoiser, world.size)
-    _raise_if_too_large(world, config, estimate, capacity)
-    return estimate
+    tensors: dict[str, Any] = {name: expand(getattr(row, name)) for name in ("x0", "noise", "t", "weight")}
+    return dataclasses.replace(row, **tensors, condition={name: expand(value) for name, value in row.condition.items()})
 
 
 def _raise_if_too_large(world: World, config: TrainConfig, estimate: MemoryEstimate, capacity: float | None) -> None:
@@ -519,7 +520,14 @@ def _raise_if_too_large(world: World, config: TrainConfig, estimate: MemoryEstim
 
 
 def _check_batch_fits_host(world: World, config: TrainConfig, denoiser: Denoiser, rows: int) -> None:
-    cost = ImageCost(
+    error = batch_error(config, image_cost(config, denoiser), world.device, rows, _free_on_all_ranks(world))
+    if error:
+        raise error
+
+
+def image_cost(config: TrainConfig, denoiser: Denoiser) -> ImageCost:
+    """Return the estimated cost of one image of a batch on a CPU."""
+    return ImageCost(
         flops=denoiser.flops_per_image(),
         hidden_size=denoiser.hidden_size,
         num_blocks=denoiser.num_blocks,
@@ -527,11 +535,12 @@ def _check_batch_fits_host(world: World, config: TrainConfig, denoiser: Denoiser
         dtype=config.dtype,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+
+
+def _free_on_all_ranks(world: World) -> float:
+    """Return the smallest number of bytes that a rank may still allocate; collective."""
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-    free = min(world.all_gather_object(free_bytes(world.device, num_sharing)))
-    error = batch_error(config, cost, world.device, rows, free)
-    if error:
-        raise error
+    return min(world.all_gather_object(free_bytes(world.device, num_sharing)))
 
 
 def check_samples_fit(
@@ -581,23 +590,21 @@ def _check_forward_fits(task: TrainingTask, config: TrainConfig, engine: Engine,
 def num_images_that_fit(world: World, config: TrainConfig, denoiser: Denoiser) -> int:
     """Estimate the images of a micro-batch that fit beside weights, gradients, optimizer and EMA; at least 1.
 
-    The model is not on its device yet. `batch_error` rejects only hopeless batches; here no batch should be too large.
+    The model is not on its device yet. `memory_error` and `batch_error` reject only hopeless batches; here no batch
+    should be too large.
     """
-    cost = ImageCost(
-        flops=denoiser.flops_per_image(),
-        hidden_size=denoiser.hidden_size,
-        num_blocks=denoiser.num_blocks,
-        num_values=math.prod(denoiser.sample_shape(*config.image_size)),
-        dtype=config.dtype,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
-    parameters = list(denoiser.module.parameters())
-    state = sum(3 * each.numel() * each.element_size() + 4 * each.numel() for each in parameters if each.requires_grad)
-    if world.device.type == "cuda":
-        state += sum(each.numel() * each.element_size() for each in parameters)
-    if config.engine in ("fsdp", "deepspeed"):
-        state //= world.size
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-    free = min(world.all_gather_object(free_bytes(world.device, num_sharing)))
-    per_image = max(cost.activation_bytes(), cost.bytes_on(world.device))
-    return max(1, int(0.8 * (free - state) / per_image))
+    config = dataclasses.replace(config, accumulate=config.accumulate or 2)  # gradients exist during the whole pass
+    state = estimate_memory(config, denoiser, world.size)
+    if world.device.type != "cuda":
+        missing = state.total - state.frozen_weights - state.trained_weights  # the weights are already there
+        return max(1, int(0.8 * (_free_on_all_ranks(world) - missing) / image_cost(config, denoiser).bytes_on_host()))
+    capacity = min(world.all_gather_object(float(torch.cuda.get_device_properties(world.device).total_memory)))
+    try:
+        one, two = (
+            estimate_memory(config, denoiser, world.size, _meta_batch(config, denoiser, rows), world.device).activations
+            for rows in (1, 2)
+        )
+    except NOT_ON_FAKE_TENSORS:
+        one = image_cost(config, denoiser).activation_bytes()
+        two = 2 * one
+    return max(1, 1 + int((0.85 * capacity - state.total - one) / (two - one)))
