@@ -36,8 +36,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Three ranks that live as long as the session; see RankPool.run."""
-    preload = ["support.rank_functions", "halation.training.session", "halation.sampling.command"]
-    if not num_gpus():  # diffusers and what it imports may touch the GPU, which a forked rank could then not use
+    preload = []
+    if not num_gpus():  # what these modules import may touch the GPU, which a forked rank could then not use
+        preload = ["support.rank_functions", "halation.training.session", "halation.sampling.command"]
         preload.append("halation.models.pipelines.training.denoiser")
     with RankPool(3, preload=preload) as pool:
         yield pool
