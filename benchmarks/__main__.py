@@ -29,6 +29,7 @@ NAMES = (
     "duel_10_scores",
     "duel_11_checkpoint",
     "gallery",
+    "memory_estimate",
     "overhead",
     "sampling_scaling",
     "scaling",

@@ -189,7 +189,8 @@ ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
         ("flux", 40, 8, LORA | SHARDED, True),
         ("flux", 8, 8, LORA | SHARDED, True),
         ("flux", 8, 8, LORA | {"engine": "ddp"}, False),
-        ("flux", 8, 8, LORA | ZERO3, True),
+        ("flux", 8, 8, LORA | ZERO3, False),  # loaded as a whole before it is sharded
+        ("flux", 32, 8, LORA | ZERO3, True),
         ("flux", 24, 8, LORA | {"engine": "deepspeed", "zero_stage": 2}, False),
         ("wan", 48, 8, LORA | SHARDED, True),
         ("wan", 24, 1, LORA, False),
@@ -232,14 +233,27 @@ def test_a_refusal_names_all_and_trained_parameters_and_every_part() -> None:
         ({}, 1, ["--engine fsdp", "--lora_rank 16", "--weights_dtype bf16", "--ema_decay 0"], ["--offload_optimizer"]),
         ({"weights_dtype": "bf16", "ema_decay": 0.0}, 1, ["--lora_rank 16"], ["--weights_dtype", "--ema_decay"]),
         (SHARDED, 2, ["--offload_optimizer", "more GPUs"], ["--engine", "--zero_stage"]),
-        (ZERO3 | {"zero_stage": 2}, 2, ["--zero_stage 3", "--offload_optimizer"], ["--engine"]),
-        (ZERO3, 2, ["--offload_optimizer"], ["--engine", "--zero_stage"]),
+        (ZERO3, 2, ["--engine fsdp"], ["--zero_stage", "--lora_rank"]),
     ],
 )
 def test_the_advice_is_what_these_settings_leave_open(
     settings: dict[str, Any], num_ranks: int, advised: list[str], not_advised: list[str]
 ) -> None:
     error = decision("flux", 6, num_ranks, **settings)
+    assert error is not None
+    assert [text for text in advised if text not in error.action] == []
+    assert [text for text in not_advised if text in error.action] == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "advised", "not_advised"),
+    [
+        (2, ["--zero_stage 3", "--offload_optimizer"], ["--engine"]),
+        (3, ["--offload_optimizer"], ["--engine", "--zero"]),
+    ],
+)
+def test_zero_is_advised_to_shard_more_or_to_offload(stage: int, advised: list[str], not_advised: list[str]) -> None:
+    error = decision("flux", 56, 2, engine="deepspeed", zero_stage=stage)
     assert error is not None
     assert [text for text in advised if text not in error.action] == []
     assert [text for text in not_advised if text in error.action] == []

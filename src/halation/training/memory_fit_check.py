@@ -144,11 +144,14 @@ class MemoryEstimate:
     the gradients, which are allocated while activations are freed."""
     num_parameters: int
     num_trained: int
+    loading: float = 0.0
+    """What moving the model to the device needs before the engine shards it; not a part of a step."""
 
     def parts(self) -> dict[str, float]:
         """Return the bytes by the name of the part."""
-        fields = [field.name for field in dataclasses.fields(self) if not field.name.startswith("num_")]
-        return {name.replace("_", " "): float(getattr(self, name)) for name in fields}
+        others = ("num_parameters", "num_trained", "loading")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in others]
+        return {name.replace("_", " "): float(getattr(self, name)) for name in names}
 
     @property
     def total(self) -> float:
@@ -177,6 +180,7 @@ def estimate_memory(
         autoencoder=denoiser.space.num_bytes if isinstance(denoiser.space, LatentSpace) else 0.0,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        loading=float(sum(parameter.nbytes for parameter in parameters)) if engine == "deepspeed" else 0.0,
         **(
             _zero_state_bytes(config, parameters, num_ranks)
             if engine == "deepspeed"
@@ -290,7 +294,7 @@ class _LiveBytes(TorchDispatchMode):
             return
         self._sizes[storage._cdata] = storage.nbytes()
         self.live += storage.nbytes()
-        weakref.finalize(storage, self._remove, storage._cdata)
+        weakref.finalize(storage, self._remove, storage._cdata).atexit = False
 
     def _remove(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
@@ -351,9 +355,15 @@ def _without_caches(denoiser: Denoiser) -> Denoiser:
 def memory_error(estimate: MemoryEstimate, config: TrainConfig, num_ranks: int, capacity: float) -> InputError | None:
     """Return an error if a step does not fit into `capacity` bytes, with advice that these settings leave open."""
     fixed = estimate.total - estimate.activations
-    if fixed + estimate.activations / TOLERANCE <= capacity:
+    if max(fixed + estimate.activations / TOLERANCE, estimate.loading) <= capacity:
         return None
     room = f"at most {_format_bytes(capacity)}, the memory of one device"
+    if estimate.loading > capacity:
+        return InputError(
+            f"deepspeed loads the whole model, {_format_bytes(estimate.loading)}, on each device before it shards it",
+            room,
+            "use --engine fsdp, which loads and shards one block after the other",
+        )
     if fixed > capacity:
         count = f"{_format_count(estimate.num_trained)} of {_format_count(estimate.num_parameters)} parameters"
         return InputError(
