@@ -22,7 +22,7 @@ from halation.generation.metadata_and_summary import combined_digest
 from halation.images.png_codec import encode_png, metadata_texts
 from halation.runs import run_folder as runs
 from halation.sample_specs import SampleSpec
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, fill_dit_defaults
 
 NUM_DISTINCT = 32
 """A file has at most 65,000 links on ext4, so 32 are enough for two million images."""
@@ -157,6 +157,7 @@ def training_folder(
         output_dir=folder, data="streets", image_size=(size, size), model="tiny", n_steps=num_steps * every,
         sample_prompts=texts, sample_raw=raw,
     )  # fmt: skip
+    config = fill_dit_defaults(config)
     runs.create_or_resume_run(runs.RunFolder(folder), "train", as_json(config), fixed_settings(config), False)
     names = _distinct(folder / "logs" / ".distinct", images(size))
     for number in range(1, num_steps + 1):

@@ -13,9 +13,10 @@ import pytest
 from halation import cli, work_division
 from halation.errors import InputError
 from halation.models.dit.denoiser import create_dit
+from halation.models.pipelines.training.denoiser import PipelineDenoiser
 from halation.prompt_files import collect_prompts, parse_rows
 from halation.sampling.all_rank_sampler import SampleSettings
-from support import run_readers
+from support import rank_functions, run_readers, tiny_models
 
 CSV = "prompt,seed,steps,guidance_scale,negative_prompt,image_id\na car,7,,,,x\na tree,,3,1.5,a dog,y\na house,,,,,z\n"
 OWN = ({"seed": 7}, {"steps": 3, "guidance_scale": 1.5, "negative_prompt": "a dog"}, {})
@@ -99,3 +100,21 @@ def test_training_and_sampling_read_the_same_columns(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert cli.main([*sample, str(tmp_path / "wide"), "--prompts_file", str(tmp_path / "wide.csv")]) == 2
     assert "prompt 1 ('a car'): an image of 32 x 64" in capsys.readouterr().err
+
+
+def test_a_guidance_that_a_model_without_it_would_ignore_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.flux(tmp_path / "schnell", guidance_embeds=False)
+    model = PipelineDenoiser.open(folder, dtype="fp32", weights_dtype="fp32", lora=None, height=32, width=32)
+    assert model.default_steps == 4
+    settings(["a car"], [{"steps": 3}]).check_rows(model)
+    with pytest.raises(InputError, match="guidance_scale in its row, with FLUX"):
+        settings(["a car"], [{"guidance_scale": 3.0}]).check_rows(model)
+
+
+def test_a_distillation_reads_only_the_seeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.csv").write_text(CSV)
+    (tmp_path / "data.txt").write_text("a car\na tree\n")
+    words = ["--teacher_path", str(rank_functions.tiny_teacher()), "--data_path", str(tmp_path / "data.txt")]
+    words += ["--report_to", "none", "--progress", "none", "--nproc", "1", "--output_dir", str(tmp_path / "run")]
+    assert cli.main(["distill", *words, "--sample_prompts_file", str(tmp_path / "prompts.csv")]) == 2
+    assert "guidance_scale, negative_prompt, steps in --sample_prompts_file" in capsys.readouterr().err

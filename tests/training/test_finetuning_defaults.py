@@ -126,3 +126,12 @@ def test_given_settings_win_over_the_defaults_of_the_family(data: Path, tmp_path
     given = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     assert cli.main(words(data, tmp_path / "run", "pixart", *given)) == 0
     assert settings_of(tmp_path / "run") == own
+
+
+def test_a_precision_that_alone_was_not_given_is_recorded(data: Path, tmp_path: Path) -> None:
+    own = {"lr": 3e-4, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "ckpt_every": 1, "n_steps": 1}
+    given = [text for name, value in (own | {"sample_steps": 1}).items() for text in (f"--{name}", str(value))]
+    command = words(data, tmp_path / "run", "hunyuan", *given)
+    assert cli.main(command) == 0
+    assert settings_of(tmp_path / "run")["dtype"] == "fp32"
+    assert cli.main([*command, "--dtype", "bf16"]) == 2, "another precision than the recorded one"

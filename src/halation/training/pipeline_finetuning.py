@@ -54,20 +54,24 @@ def open_denoiser(config: TrainConfig, device: torch.device) -> PipelineDenoiser
     )
 
 
-def read_recorded_settings(world: World, config: TrainConfig, run: RunFolder) -> TrainConfig:
-    """Give missing settings the values of the run's record, if it has some; choose the precision before opening."""
+def read_recorded_settings(world: World, config: TrainConfig, run: RunFolder) -> tuple[TrainConfig, list[str]]:
+    """Give missing settings the values of the run's record; also return the names of those that it does not have.
+
+    The precision, which opening the model needs, is chosen here.
+    """
     names = missing_settings(config)
     if not names:
-        return config
+        return config, []
 
     def read_settings(_heartbeat: Callable[[], None]) -> dict[str, Any]:
         settings = read_record(run).get("settings") or {}
         return {name: settings[name] for name in names if settings.get(name) is not None}
 
     recorded = run_on_rank_zero(world, "reading the record", read_settings, config.dist_timeout_s)
-    if "dtype" in names and "dtype" not in recorded:
+    names = [name for name in names if name not in recorded]
+    if "dtype" in names:
         recorded["dtype"] = "bf16" if all(world.all_gather_object(_computes_in_bf16(world.device))) else "fp32"
-    return dataclasses.replace(config, **recorded)
+    return dataclasses.replace(config, **recorded), names
 
 
 def _computes_in_bf16(device: torch.device) -> bool:
@@ -77,16 +81,16 @@ def _computes_in_bf16(device: torch.device) -> bool:
 def resolve_defaults(
     world: World,
     given: TrainConfig,
+    names: Sequence[str],
     run: RunFolder,
     denoiser: Denoiser,
     num_images: int,
     num_fitting: Callable[[], int],
 ) -> TrainConfig:
-    """Give the settings that are still missing the defaults of this model and these images, and record them.
+    """Give the settings in `names` the defaults of this model and these images, and record them.
 
-    `given` has the precision. `num_fitting` is collective and returns the images of a micro-batch that fit into memory.
+    `num_fitting` is collective and returns the images of a micro-batch that fit into memory.
     """
-    names = missing_settings(given)
     if not names:
         return given
     from halation.models.pipelines.training.denoiser import PipelineDenoiser
@@ -154,9 +158,8 @@ def choose_num_steps(num_images: int, global_batch: int, lora: bool) -> int:
     return min(high, max(low, -(-EPOCHS[lora] * num_images // (50 * global_batch)) * 50))
 
 
-def describe_defaults(given: TrainConfig, config: TrainConfig, family: str, guidance_scale: float) -> str:
-    """One line with the settings that were not given."""
-    names = missing_settings(given)
+def describe_defaults(names: Sequence[str], config: TrainConfig, family: str, guidance_scale: float) -> str:
+    """One line with the settings in `names`, which were not given."""
     texts = {
         "lr": f"lr {config.lr:g}",
         "dtype": config.dtype,
@@ -168,7 +171,7 @@ def describe_defaults(given: TrainConfig, config: TrainConfig, family: str, guid
         "sample_steps": f"samples in {config.sample_steps} steps",
     }
     words = [text for name, text in texts.items() if name in names]
-    if given.guidance_scale is None:
+    if config.guidance_scale is None:
         words.append(f"guidance {guidance_scale:g}")
     kind = "LoRA" if config.lora_rank else "full training"
     return f"defaults for {family} {kind}: {', '.join(words)}"

@@ -82,15 +82,15 @@ class TrainingSession:
         rng.seed_all(config.seed, world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        given = config
-        self.task.config = config = pipeline_finetuning.read_recorded_settings(world, config, self.folder)
-        is_complete = not missing_settings(config)
+        config, missing = pipeline_finetuning.read_recorded_settings(world, config, self.folder)
+        self.task.config = config
         self._resolve_global_batch(config)
         self.task.open()
         self.denoiser, self.source = self.task.denoiser, self.task.source
         self.task.config = pipeline_finetuning.resolve_defaults(
             world,
             config,
+            missing,
             self.folder,
             self.denoiser,
             self.source.num_train,
@@ -100,9 +100,9 @@ class TrainingSession:
         self.config = config = self.task.resolve_num_steps(self.global_batch)
         memory_fit_check.check_weights_fit(world, config, self.denoiser)
         self.sample_settings = settings = self.task.sample_settings()
-        if world.is_rank_zero and not is_complete:
+        if world.is_rank_zero and missing:
             guidance = settings.guidance_scale
-            defaults = pipeline_finetuning.describe_defaults(given, config, self.denoiser.name, guidance)
+            defaults = pipeline_finetuning.describe_defaults(missing, config, self.denoiser.name, guidance)
             log.info("%s", defaults, extra=ON_CONSOLE)
         num_drawn = len(settings.prompts) if config.sample_all else world.size
         self.checkpoint_settings = dataclasses.replace(settings, prompts=settings.prompts[:num_drawn])
