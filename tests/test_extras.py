@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, str, Ask]] = {
     "tensorboard": ("tensorboard", "train", _train(report_to=("tensorboard", "none"))),
     "wandb": ("wandb", "wandb", _train(report_to=("wandb",))),
     "trackio": ("trackio", "trackio", _train(report_to=("trackio",))),
+    **{
+        name: (name, extra, _train(report_to=(name,)))
+        for name, extra in (("mlflow",) * 2, ("swanlab",) * 2, ("comet_ml", "comet"), ("clearml",) * 2, ("aim",) * 2)
+    },
     "adapters": (
         "peft",
         "train",

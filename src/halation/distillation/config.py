@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from halation.config import Conflict, free_setting, setting
-from halation.training.config import SIZE_CONFLICT, TrainConfig
+from halation.training.config import SIZE_CONFLICT, TRACKER_CONFLICTS, TrainConfig
 
 ObjectiveName = Literal["velocity", "trajectory", "dmd"]
 TeacherPlacement = Literal["gpu", "fsdp", "layers", "cpu"]
@@ -141,6 +141,7 @@ class DistillConfig(TrainConfig):
         ),
         *(Conflict(name, f"none with distill: {why}") for name, why in NOT_FOR_STUDENTS.items()),
         SIZE_CONFLICT,
+        *TRACKER_CONFLICTS,
         Conflict(
             "student_steps objective",
             "an objective for few steps",

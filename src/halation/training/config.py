@@ -43,8 +43,26 @@ NOT_FOR_PIPELINES = {
     "patch_size": "the pipeline's transformer has its own",
     "num_register_tokens": "the pipeline's transformer has none",
 }
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "comet_ml", "clearml", "aim", "none"]
 SIZE_CONFLICT = Conflict(
     "image_size", "height and width", "give one or two positive numbers", when=lambda config: len(config.image_size) > 2
+)
+
+TRACKER_CONFLICTS = (
+    Conflict(
+        "tracker_project report_to",
+        "a tracker with projects: wandb, trackio, mlflow, swanlab, comet_ml, clearml or aim",
+        "name it with --report_to, or leave --tracker_project out",
+        when=lambda config: bool(config.tracker_project) and set(config.report_to) <= {"tensorboard", "none"},
+    ),
+    Conflict(
+        "tracker_entity report_to",
+        "a tracker with teams: wandb, swanlab or comet_ml",
+        "name it with --report_to, or leave --tracker_entity out",
+        when=lambda config: (
+            bool(config.tracker_entity) and not {"wandb", "swanlab", "comet_ml"} & set(config.report_to)
+        ),
+    ),
 )
 
 
@@ -201,10 +219,14 @@ class TrainConfig:
     """Number of kept checkpoints on disk; 0 keeps all."""
     log_every: int = free_setting(10, low=1)
     """Steps between lines in metrics.jsonl."""
-    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...] = free_setting(("tensorboard",))
-    """Trackers besides metrics.jsonl; wandb is offline unless WANDB_MODE is set."""
+    report_to: tuple[TrackerName, ...] = free_setting(("tensorboard",))
+    """Trackers besides metrics.jsonl; they are offline unless their variables (WANDB_MODE, ...) say otherwise."""
     run_name: str = free_setting("")
-    """Name of the run in trackers; by default the name of the folder."""
+    """Name of the run in trackers; by default that of the environment (WANDB_NAME, ...), else the folder's name."""
+    tracker_project: str = free_setting("")
+    """Project or experiment in trackers; by default that of the environment (WANDB_PROJECT, ...), else halation."""
+    tracker_entity: str = free_setting("")
+    """Team or account in wandb, workspace in Comet and SwanLab; by default that of the environment or the login."""
     progress: Literal["auto", "rich", "plain", "json", "none"] = free_setting("auto")
     """Progress display; auto shows a bar on a terminal and a line every 30 s elsewhere."""
 
@@ -276,6 +298,7 @@ class TrainConfig:
 
     CONFLICTS = (
         SIZE_CONFLICT,
+        *TRACKER_CONFLICTS,
         *(
             Conflict(name, "a diffusers pipeline to fine-tune", "give --model_path", without="model_path")
             for name in ONLY_FOR_PIPELINES

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -193,19 +195,53 @@ class TensorBoardTracker:
         self.writer.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What trackers are told of a run: its folder, names and settings."""
+
+    folder: Path
+    step: int
+    """Step that the run resumes from."""
+    project: str
+    entity: str
+    run_name: str
+    config: Mapping[str, Any]
+
+    def name_for(self, *variables: str) -> str:
+        """Return the run's name: the flag, else one of these variables, else the folder's name."""
+        return self.run_name or _first_set(*variables) or self.folder.resolve().name
+
+    def project_for(self, *variables: str) -> str:
+        return self.project or _first_set(*variables) or "halation"
+
+    def saved_id(self, tracker: str, new: str) -> str:
+        """Return the id of the tracker's run, the same for the same folder, so that a resumed run continues it."""
+        file = self.folder / f".{tracker}_id"
+        if new and not file.exists():
+            file.write_text(new)
+        return file.read_text().strip() if file.exists() else ""
+
+
+def _first_set(*variables: str) -> str:
+    return next((os.environ[name] for name in variables if os.environ.get(name)), "")
+
+
 class WandbTracker:
     """wandb, offline unless WANDB_MODE is set; files under wandb/ in the current directory."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         mode: Any = None if "WANDB_MODE" in os.environ else "offline"
-        # The same id for the same run folder, so that a resumed run continues its curve.
-        id_file = folder / ".wandb_id"
-        if not id_file.exists():
-            id_file.write_text(os.urandom(8).hex())
-        run_id = id_file.read_text().strip()
-        self.run = wandb.init(project="halation", name=name, id=run_id, resume="allow", mode=mode, config=dict(config))
+        self.run = wandb.init(
+            project=run.project_for("WANDB_PROJECT"),
+            entity=run.entity or None,
+            name=run.name_for("WANDB_NAME"),
+            id=run.saved_id("wandb", os.urandom(8).hex()),
+            resume="allow",
+            mode=mode,
+            config=dict(run.config),
+        )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -222,11 +258,13 @@ class WandbTracker:
 class TrackioTracker:
     """trackio's local dashboard."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         self.trackio = trackio
-        trackio.init(project="halation", name=name, config=dict(config))
+        trackio.init(
+            project=run.project_for("TRACKIO_PROJECT"), name=run.name_for("TRACKIO_NAME"), config=dict(run.config)
+        )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.trackio.log(dict(values), step=step)
@@ -238,10 +276,158 @@ class TrackioTracker:
         self.trackio.finish()
 
 
+class AccelerateTracker:
+    """A tracker of `accelerate.tracking`; it runs on rank 0 alone, offline unless an account is configured."""
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        from accelerate import tracking
+
+        # accelerate's own logger works only in programs that use its Accelerator.
+        tracking.logger = _AccelerateLogger(logging.getLogger("accelerate.tracking"), {})
+        self.name = name
+        self.tracker: Any = getattr(self, f"_create_{name}")(tracking, run)
+        self.tracker.main_process_only = False
+        self.tracker.start()
+        values = {
+            key: value if isinstance(value, str | int | float) else str(value) for key, value in run.config.items()
+        }
+        if name == "mlflow":
+            run.saved_id("mlflow", self.tracker.tracker.info.run_id)
+        # MLflow refuses other values of a parameter, and a resumed run may have other free settings.
+        if name != "mlflow" or not self.tracker.run_id:
+            self.tracker.store_init_configuration(values)
+
+    def _create_mlflow(self, tracking: Any, run: TrackedRun) -> Any:
+        import mlflow
+
+        location = None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
+            location = (run.folder.resolve() / "mlflow_artifacts").as_uri()
+        tracker = tracking.MLflowTracker(
+            logging_dir=location, run_id=run.saved_id("mlflow", "") or None, run_name=run.name_for("MLFLOW_RUN_NAME")
+        )
+        tracker.experiment_name = run.project_for("MLFLOW_EXPERIMENT_NAME")  # the flag wins over the environment
+        return tracker
+
+    def _create_swanlab(self, tracking: Any, run: TrackedRun) -> Any:
+        return tracking.SwanLabTracker(
+            run.project_for("SWANLAB_PROJECT", "SWANLAB_PROJ_NAME"),
+            name=run.name_for("SWANLAB_NAME", "SWANLAB_EXP_NAME"),
+            workspace=run.entity or _first_set("SWANLAB_WORKSPACE") or None,
+            mode=_first_set("SWANLAB_MODE") or "offline",
+            log_dir=_first_set("SWANLAB_LOG_DIR") or str(run.folder / "swanlab"),
+        )
+
+    def _create_comet_ml(self, tracking: Any, run: TrackedRun) -> Any:
+        import comet_ml
+
+        folder = _first_set("COMET_OFFLINE_DIRECTORY") or str(run.folder / "comet")
+        return tracking.CometMLTracker(
+            run.project_for("COMET_PROJECT_NAME"),
+            workspace=run.entity or _first_set("COMET_WORKSPACE") or None,
+            online=None if comet_ml.get_api_key() else False,
+            experiment_config=comet_ml.ExperimentConfig(
+                name=run.name_for("COMET_EXPERIMENT_NAME"), offline_directory=folder, log_code=False
+            ),
+        )
+
+    def _create_clearml(self, tracking: Any, run: TrackedRun) -> Any:
+        from clearml import Task
+
+        if (
+            not _first_set("CLEARML_API_ACCESS_KEY", "CLEARML_CONFIG_FILE")
+            and not Path("~/clearml.conf").expanduser().exists()
+        ):
+            Task.set_offline(offline_mode=True)
+        Task.set_random_seed(None)  # otherwise Task.init seeds the generators of Python, numpy and torch
+        return tracking.ClearMLTracker(
+            project_name=run.project_for("CLEARML_PROJECT"),
+            task_name=run.name_for("CLEARML_TASK"),
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+        )
+
+    def _create_aim(self, tracking: Any, run: TrackedRun) -> Any:
+        repository = _first_set("AIM_REPO") or str(run.folder)
+        return tracking.AimTracker(
+            run.name_for("AIM_RUN_NAME"), repository, experiment=run.project_for("AIM_EXPERIMENT")
+        )
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.tracker.log(dict(values), step=step)
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        from PIL import Image
+
+        if self.name == "mlflow":
+            import mlflow
+
+            for name, image in images.items():
+                file = re.sub(r"[^\w ./-]", "_", name)
+                mlflow.log_image(image, artifact_file=f"step_{step:07d}/{file[:150]}.png")
+        elif self.name == "comet_ml":
+            for name, image in images.items():
+                self.tracker.tracker.log_image(image, name=name, step=step)
+        elif self.name == "swanlab":
+            self.tracker.log_images({name: [image] for name, image in images.items()}, step=step)
+        else:
+            self.tracker.log_images({name: Image.fromarray(image) for name, image in images.items()}, step=step)
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+
+class _AccelerateLogger(logging.LoggerAdapter[logging.Logger]):
+    """A plain logger with the one method that accelerate adds."""
+
+    def warning_once(self, text: str) -> None:
+        self.warning(text)
+
+
+class OptionalTracker:
+    """A tracker that is switched off after its first failure: training goes on without it."""
+
+    def __init__(self, name: str, create: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.tracker: Tracker | None = None
+        self._call(lambda: setattr(self, "tracker", create()))
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if self.tracker is not None:
+            self._call(lambda tracker=self.tracker: tracker.log_scalars(step, values))
+
+    def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        if self.tracker is not None:
+            self._call(lambda tracker=self.tracker: tracker.log_images(step, images))
+
+    def close(self) -> None:
+        if self.tracker is not None:
+            self._call(self.tracker.close)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # the libraries have errors of their own, without a common class
+            self.tracker = None
+            words = (str(error).splitlines() or [""])[0]
+            log.warning(
+                "--report_to %s failed and is switched off, training goes on: %s: %s",
+                self.name,
+                type(error).__name__,
+                words,
+            )
+
+
 TRACKER_PACKAGES = {
     "tensorboard": ("tensorboard", "train"),
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
+    "mlflow": ("mlflow", "mlflow"),
+    "swanlab": ("swanlab", "swanlab"),
+    "comet_ml": ("comet_ml", "comet"),
+    "clearml": ("clearml", "clearml"),
+    "aim": ("aim", "aim"),
 }
 
 
@@ -271,10 +457,10 @@ def select_trackers(names: Sequence[str], required: bool) -> tuple[str, ...]:
     return tuple(usable)
 
 
-def open_trackers(names: Sequence[str], folder: Path, name: str, config: Mapping[str, Any], step: int) -> list[Tracker]:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
     factories: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder, step),
-        "wandb": lambda: WandbTracker(folder, name, config),
-        "trackio": lambda: TrackioTracker(name, config),
+        "tensorboard": lambda: TensorBoardTracker(run.folder, run.step),
+        "wandb": lambda: WandbTracker(run),
+        "trackio": lambda: TrackioTracker(run),
     }
-    return [factories[tracker]() for tracker in names]
+    return [OptionalTracker(name, factories.get(name, partial(AccelerateTracker, name, run))) for name in names]

@@ -195,10 +195,15 @@ class TrainingSession:
             memory_fit_check.check_samples_fit(self.task, config, self.networks, self.sample_settings)
         if world.is_rank_zero:
             names = reporting.select_trackers(config.report_to, required=config.report_to != TrainConfig.report_to)
-            name = config.run_name or self.folder.folder.resolve().name
-            self.trackers = reporting.open_trackers(
-                names, self.folder.folder, name, as_json(config), self.train_state.step
+            tracked = reporting.TrackedRun(
+                folder=self.folder.folder,
+                step=self.train_state.step,
+                project=config.tracker_project,
+                entity=config.tracker_entity,
+                run_name=config.run_name,
+                config=as_json(config),
             )
+            self.trackers = reporting.open_trackers(names, tracked)
         kind = config.progress if world.is_rank_zero else "none"
         with StopSignals() as signals, StepProgress(kind, config.n_steps, self.train_state.step) as progress:
             self.echo.print_line = progress.print_line
