@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from halation import cli
+from halation.distillation import command as distill
+from halation.distillation.config import DistillConfig
 from halation.errors import InputError
 from halation.evaluation.config import EvaluateConfig
 from halation.evaluation.model_images import open_model_images
@@ -235,6 +237,18 @@ def test_a_training_size_that_does_not_fit_is_refused_before_a_folder_is_made(
         train.run(config)
     assert found in caught.value.found
     assert action in caught.value.action
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_distillation_size_that_does_not_fit_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red cat\n")
+    config = DistillConfig(
+        teacher_path=str(tiny_models.built("pixart")), data_path=str(tmp_path / "prompts.txt"), image_size=(33, 48),
+        output_dir=tmp_path / "run", report_to=("none",),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="--image_size 33 48 with pixart") as caught:
+        distill.run(config)
+    assert caught.value.action == "the nearest: --image_size 32 48, or --image_size 48 48"
     assert not (tmp_path / "run").exists()
 
 

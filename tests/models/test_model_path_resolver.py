@@ -63,6 +63,14 @@ def test_an_export_brings_the_size_and_guidance_of_its_run(tmp_path: Path) -> No
     assert fingerprint(tmp_path) == before, "it is no part of the model"
 
 
+def test_the_guidance_of_a_run_is_no_default_where_the_model_ignores_it(tmp_path: Path) -> None:
+    written(tmp_path / "model_index.json", {"_class_name": "FluxPipeline"})
+    written(tmp_path / "halation.json", {"step": 2, "sampling": SAMPLING})
+    for embeds, expected in ((True, 2.5), (False, None)):
+        written(tmp_path / "transformer/config.json", {"guidance_embeds": embeds})
+        assert resolve_model(str(tmp_path), raw=False).guidance_scale == expected
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"sampling": {"height": 64}}', '{"sampling": {"height": "tall"}}'])
 def test_a_damaged_note_in_an_export_is_refused(tmp_path: Path, content: str) -> None:
     written(tmp_path / "model_index.json", WAN)

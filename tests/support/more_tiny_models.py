@@ -200,6 +200,40 @@ def cogvideox(folder: Path) -> Path:
     return _saved(pipe, folder)
 
 
+def latte(folder: Path) -> Path:
+    """Latte: a video model that calls its number of frames `video_length`."""
+    tokenizer = t5_tokenizer(120)
+    transformer = _seeded(
+        lambda: diffusers.LatteTransformer3DModel(
+            sample_size=4,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            caption_channels=TEXT_HIDDEN,
+            in_channels=4,
+            out_channels=8,
+            cross_attention_dim=32,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            num_embeds_ada_norm=1000,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            video_length=1,
+        ),
+        61,
+        2,
+    )
+    pipe = diffusers.LattePipeline(
+        tokenizer=tokenizer,
+        text_encoder=_t5(len(tokenizer)),
+        vae=_vae(),
+        transformer=transformer,
+        scheduler=diffusers.DDIMScheduler(),
+    )
+    return _saved(pipe, folder)
+
+
 def mochi(folder: Path) -> Path:
     """Mochi: a video model whose constructor holds its size."""
     tokenizer = t5_tokenizer(256)
@@ -290,6 +324,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "cogview3": cogview3,
     "cogvideox": cogvideox,
     "mochi": mochi,
+    "latte": latte,
     "bria": bria,
     "latent_consistency": latent_consistency,
     "sana_sprint": sana_sprint,

@@ -14,6 +14,7 @@ from halation.distillation.config import DistillConfig
 from halation.errors import InputError, format_count
 from halation.models import model_folder
 from halation.models.model_path_resolver import read_export_settings, resolve_pipeline_folder
+from halation.models.pipelines import call_settings
 from halation.models.students.config import StudentConfig
 from halation.prompt_files import FORMATS
 from halation.runs.run_folder import RunFolder
@@ -150,6 +151,8 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
     if not sampling and not config.image_size:
         size = train.native_size(folder)
     config = train.resolve_common_settings(config, size)
+    multiple = call_settings.read_call_settings(folder).size_multiple
+    call_settings.check_size_multiple(folder.name, multiple, *config.image_size, flag="image_size")
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 
 

@@ -138,7 +138,10 @@ def resolve_model(model_path: str, *, raw: bool, hub: HubOptions = HubOptions())
         check_component_sizes(folder)
         load_args = {"kind": "pipeline", "path": str(folder.resolve())}
         name = Path(model_path).resolve().name
-        settings = pipeline_defaults(read_call_settings(folder)) | read_export_settings(folder)
+        call_settings = read_call_settings(folder)
+        settings = pipeline_defaults(call_settings) | read_export_settings(folder)
+        if not call_settings.guidance.argument:  # recorded by the run, but without effect
+            settings["guidance_scale"] = None
         return ModelRef(
             load_args=load_args,
             name=name,

@@ -59,7 +59,7 @@ class WatchConfig:
     seed_start: int = setting(42, low=0, high=2**63 - 1)
     """Image k uses seed seed_start + k at every checkpoint, so that checkpoints can be compared."""
     num_inference_steps: MaybeInt = setting(None, low=1, high=10**9)
-    """Denoising steps; by default those of the pipeline's own call, 20 for a DiT of Halation, or the steps of a distilled
+    """Denoising steps; by default those of the pipeline's own call, 20 for a DiT of Halation, or those of a distilled
     student."""
     guidance_scale: MaybeFloat = setting(None, low=0)
     """Guidance scale; by default that of the pipeline's own call, or the scale of the Halation run."""

@@ -93,6 +93,15 @@ def test_every_accepted_setting_changes_the_pixels(family: str) -> None:
     assert tall.shape[1:3] == (2 * found.spec.height, found.spec.width)
 
 
+@pytest.mark.parametrize(
+    ("family", "num_frames"), [("wan", 5), ("ltx", 9), ("mochi", 7), ("latte", 3), ("cogvideox", 5)]
+)
+def test_the_number_of_frames_reaches_every_video_model(family: str, num_frames: int) -> None:
+    found = opened(family)
+    assert len(found.image()) == 1, "one frame unless more are asked for"
+    assert len(found.image(num_frames=num_frames)) == num_frames
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """Settings as a command or a row gives them."""
@@ -152,6 +161,8 @@ def own_arguments(family: str, spec: SampleSpec) -> Mapping[str, Any]:
         arguments["negative_prompt"] = spec.negative_prompt
     if family in ("wan", "ltx", "cogvideox", "mochi"):
         arguments["num_frames"] = 1
+    if family == "latte":
+        arguments["video_length"] = 1
     if family.startswith(("hunyuan", "pixart", "sana")):
         arguments["use_resolution_binning"] = False
     return arguments
@@ -197,6 +208,7 @@ SIZES = {
     "flux": (1024, 1024), "flux_schnell": (1024, 1024), "wan": (480, 832), "sana": (1024, 1024), "chroma": (1024, 1024),
     "aura_flow": (1024, 1024), "qwen_image": (1024, 1024), "z_image": (1024, 1024), "ltx": (512, 704),
     "bria": (1024, 1024), "sana_sprint": (1024, 1024), "mochi": (480, 848),
+    "latte": (512, 512),
 }  # fmt: skip
 """Sizes that the tiny models take from their classes, as diffusers documents them."""
 

@@ -183,11 +183,6 @@ class Guidance:
     """Why --guidance_scale has no effect, as part of a message."""
     takes_negative_prompt: bool = False
 
-    @property
-    def is_embedded(self) -> bool:
-        """True if the scale is an input of a guidance-distilled model, not the weight of a second branch."""
-        return bool(self.argument) and self.argument != self.switch
-
     def switch_value(
         self, guidance_scale: float | None, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
     ) -> float:

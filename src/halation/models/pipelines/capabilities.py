@@ -29,6 +29,7 @@ _SPEC_ARGUMENTS = {
     "height": "--height",
     "width": "--width",
     "num_frames": "--num_frames",
+    "video_length": "--num_frames",
     "num_inference_steps": "--num_inference_steps",
     "guidance_scale": "--guidance_scale",
     "distilled_guidance_scale": "--guidance_scale",
@@ -277,7 +278,9 @@ class PipelineChecker:
             )
 
     def _check_frames(self, spec: SampleSpec) -> None:
-        if spec.num_frames < 1 or (spec.num_frames > 1 and "num_frames" not in self._parameters):
+        if spec.num_frames < 1 or (
+            spec.num_frames > 1 and not self._parameters.keys() & {"num_frames", "video_length"}
+        ):
             raise InputError(
                 f"--num_frames {spec.num_frames} with {type(self.pipe).__name__}",
                 "1 frame: it generates images",

@@ -20,7 +20,7 @@ from torch import nn
 from halation.errors import HalationError, InputError
 from halation.models.denoiser import compile_blocks
 from halation.models.dtypes import DTYPES
-from halation.models.pipelines.call_settings import check_text_only
+from halation.models.pipelines.call_settings import check_packages, check_text_only
 from halation.models.pipelines.capabilities import PipelineOptions
 from halation.models.pipelines.folder_safety_check import PipelineFiles
 from halation.models.pipelines.pipeline_hooks import DENOISER_COMPONENTS
@@ -68,7 +68,7 @@ def pipeline_modules() -> frozenset[str]:
 
 def pipeline_class(files: PipelineFiles) -> type[Any]:
     """Return the pipeline class of a folder; reject those that need more than text."""
-    check_text_only(files.class_name)
+    check_packages(files.class_name)
     kind = getattr(diffusers, files.class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
         raise InputError(
@@ -77,6 +77,7 @@ def pipeline_class(files: PipelineFiles) -> type[Any]:
             "a pipeline class of the installed diffusers",
             "install the diffusers release that the model requires; Halation runs no code from a model folder",
         )
+    check_text_only(files.class_name)
     for name, (library, class_name) in files.components.items():
         library_module = {"diffusers": diffusers, "transformers": transformers}.get(library)
         if library_module is not None and not isinstance(getattr(library_module, class_name, None), type):

@@ -376,6 +376,7 @@ class PipelineModel:
         }
         offered: dict[str, Any] = {
             "num_frames": num_frames,
+            "video_length": num_frames,
             # Generate the requested size, not the family's nearest bucket.
             "use_resolution_binning": False,
         }
