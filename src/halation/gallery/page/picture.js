@@ -197,11 +197,11 @@ export class PictureDialog {
   /** Compares this image with those that other generations drew of the same prompt and seed. */
   async compare() {
     const { row, turn } = this;
-    const { runs } = await get("/api/runs");
+    const { runs } = await get("/api/runs").catch(() => ({ runs: [] }));
     const others = runs.filter((run) => run.kind === "generate" && run.id !== this.run).slice(0, MOST_COMPARED);
     const found = await Promise.all(others.map(async (run) => [run.id, await sameImage(run.id, row)]));
     if (turn !== this.turn || !this.dialog.open) return;
-    const images = new Map([[this.run, row], ...found.filter(([, same]) => same)]);
+    const images = new Map([[this.run, row], ...found.filter(([id, same]) => same && full(id, same))]);
     if (images.size === 1) {
       notify("No other generation here has an image of this prompt and seed.");
       return;
