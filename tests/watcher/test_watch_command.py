@@ -253,15 +253,6 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
     assert {row["step"] for row in rows(run / "watch")} == {6}
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["--reference", "streets", *SMALL], "6 generated images and 32 reference images"),
-        (["--reference", "streets", *SMALL, "--metrics", "fid", "--weights", "gone.pth", *INCEPTION], "gone.pth"),
-        pytest.param(["--reference", "streets", "--prompts", "one.txt"], "1 generated image", marks=pytest.mark.slow),
-        pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no images", marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_checkpoint_with_failed_images_is_scored_if_allowed(
@@ -281,6 +272,15 @@ def test_a_checkpoint_with_failed_images_is_scored_if_allowed(
     assert (evaluation["generated"]["num"], evaluation["generated"]["missing"]) == (5, ["000002_seed43.png"])
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--reference", "streets", *SMALL], "6 generated images and 32 reference images"),
+        (["--reference", "streets", *SMALL, "--metrics", "fid", "--weights", "gone.pth", *INCEPTION], "gone.pth"),
+        pytest.param(["--reference", "streets", "--prompts", "one.txt"], "1 generated image", marks=pytest.mark.slow),
+        pytest.param(["--reference", "empty", "--prompts", "one.txt", *STREETS], "no images", marks=pytest.mark.slow),
+    ],
+)
 def test_what_would_be_refused_of_every_checkpoint_is_refused_before_one_is_there(
     words: list[object], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
