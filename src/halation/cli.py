@@ -486,13 +486,16 @@ def print_once() -> Iterator[None]:
         yield
         return
     streams = sys.stdout, sys.stderr
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
-        try:
+    # With the encoding of the stream: it decides which characters are used for boxes.
+    held = [io.TextIOWrapper(io.BytesIO(), encoding=stream.encoding, write_through=True) for stream in streams]
+    try:
+        with contextlib.redirect_stdout(held[0]), contextlib.redirect_stderr(held[1]):
             yield
-        finally:
-            for text, stream in zip((output.getvalue(), errors.getvalue()), streams, strict=True):
-                if text:
-                    _write_once(text, stream)
+    finally:
+        for text, stream in zip(held, streams, strict=True):
+            text.seek(0)
+            if written := text.read():
+                _write_once(written, stream)
 
 
 def _write_once(text: str, stream: TextIO) -> None:

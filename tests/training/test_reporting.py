@@ -63,7 +63,8 @@ def test_ordinary_lines_reach_the_console_as_information(tmp_path: Path, capsys:
 
 @pytest.mark.slow
 def test_an_undisturbed_training_logs_no_warning(tmp_path: Path) -> None:
-    words = halation(train(tmp_path / "run", nproc=1, sample=True, sample_prompts="A city street at night"))
+    flags = {"sample": True, "sample_prompts": "A city street at night", "progress": "plain"}
+    words = halation(train(tmp_path / "run", nproc=1, **flags))
     assert finish(words, tmp_path / "said") == 0, (tmp_path / "said").read_text()
     said = (tmp_path / "said").read_text()
     assert "training tiny on streets: " in said

@@ -253,6 +253,25 @@ def test_a_damaged_checkpoint_is_tried_twice_and_named_and_the_next_one_is_score
     assert {row["step"] for row in rows(run / "watch")} == {6}
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_checkpoint_with_failed_images_is_scored_if_allowed(
+    last_alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its score is marked, and the exit code is 1; without the flag the checkpoint fails."""
+    monkeypatch.setenv("HALATION_FAULT", "paint.000002:1+:raise")
+    refused = watch(last_alone, "--once", *FEW)
+    assert refused.returncode == 1, refused.stderr
+    assert "step 6: drawing failed, retrying once:\n1 of 6 images failed; with --allow_missing" in refused.stderr
+    assert not (last_alone / "watch/metrics.jsonl").exists()
+    allowed = watch(last_alone, "--once", *FEW, "--allow_missing")
+    assert allowed.returncode == 1, allowed.stderr
+    assert ", without 1 missing image" in allowed.stderr
+    assert {row["num_missing"] for row in rows(last_alone / "watch")} == {1}
+    evaluation = json.loads((last_alone / "watch/step_0000006/evaluation.json").read_text())
+    assert (evaluation["generated"]["num"], evaluation["generated"]["missing"]) == (5, ["000002_seed43.png"])
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -201,9 +201,14 @@ class CheckpointWatcher:
         scores_file.unlink(missing_ok=True)
         try:
             self._run_command("drawing", checkpoint, self._generate_arguments(model, images_folder), step_folder)
-        except ScoringError:
-            if not (self.config.allow_missing and has_finished(images_folder)):
+        except ScoringError as error:
+            summary = read_finished_summary(images_folder)
+            if not summary:
                 raise
+            if not self.config.allow_missing:
+                found = f"{summary['failed']} of {format_count(summary['planned'], 'image')} failed"
+                reason = f"{found}; with --allow_missing the others are scored"
+                raise ScoringError(error.phase, error.returncode, reason) from error
         try:
             self._run_command("scoring", checkpoint, self._evaluate_arguments(images_folder, scores_file), step_folder)
         except ScoringError as error:
@@ -414,12 +419,12 @@ class CheckpointWatcher:
         return 1 if unscored or any(score.num_missing for score in self.scores) else 0
 
 
-def has_finished(images_folder: Path) -> bool:
-    """Return True if a generation has tried all its images, and some of them exist."""
+def read_finished_summary(images_folder: Path) -> dict[str, Any]:
+    """Return the summary of a generation that has tried all images and made some, else {}."""
     if not (images_folder / SUMMARY_FILE).is_file():
-        return False
-    summary = runs.read_json_with_digest(images_folder / SUMMARY_FILE)
-    return bool(summary["done"]) and not summary["open"]
+        return {}
+    summary: dict[str, Any] = runs.read_json_with_digest(images_folder / SUMMARY_FILE)
+    return summary if summary["done"] and not summary["open"] else {}
 
 
 def _command_error(message: str, code: int) -> HalationError:
