@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from halation.data.streets import Streets
+from halation.images.png_codec import encode_png
 from support import tiny_models
 from support.docs import ROOT, SHELL, Command, Inputs, blocks, environment, shell_commands, without_blocks
 
@@ -63,7 +65,7 @@ NOT_HERE = {
 OUTPUTS = {"dit_registers": "runs", "hunyuan_waymo": "results/waymo_*", "wan_distill": "outputs/wan_t2i"}
 """Run folders that each command of a page begins anew: its commands are alternatives."""
 MADE = {
-    "coco_eval": ("generated_images/000001_seed42.png", "eval_output_results.json"),
+    "coco_eval": ("generated_images/0_seed42.png", "eval_output_results.json"),
     "dit_registers": ("model.pth", "runs/dit_registers/export/model.safetensors"),
     "hunyuan_waymo": ("results/waymo_base/samples/step_0000002/gpu_0_sample.png", "FOLDER/model_index.json"),
     "streets_64": ("runs/streets-64/export/model.safetensors", "outputs/streets_64/streets-64-fast_2_steps.json"),
@@ -128,7 +130,10 @@ def placed(name: str, inputs: Inputs, folder: Path) -> Path:
         (recipe / "mscoco_data").mkdir()
         (recipe / "mscoco_data" / "prompts.csv").symlink_to(inputs.prompts("csv"))
     if name == "dit_registers":
-        (recipe / "FOLDER").symlink_to(inputs.images, target_is_directory=True)
+        (recipe / "FOLDER" / "streets").mkdir(parents=True)  # one class
+        for index in range(20):  # an evaluation needs 16
+            image = encode_png(Streets(32, 32).train(index).pixels, {})
+            (recipe / "FOLDER" / "streets" / f"{index}.png").write_bytes(image)
     return recipe
 
 
