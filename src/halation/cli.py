@@ -248,6 +248,10 @@ class ArgumentCheck:
         for known in (name, name.removeprefix("no_")):
             if known in self.hints and (known == name or self.hints[known] is bool):
                 return known
+        if known in self.hints:
+            raise InputError(
+                f"{flag}, but --{known} is no switch", f"a value for --{known}", f"give --{known} and a value"
+            )
         near = nearest_name(name, self.hints.keys())
         raise InputError(
             f"there is no flag {shorten(flag)}",
@@ -375,7 +379,7 @@ def _use_current_names(config_type: Any, args: Sequence[str]) -> list[str]:
         if new:
             words[position] = f"--{no}{new}"
             if value is not None:
-                words[position + 1] = converted
+                words[position + 1] = str(converted)
     return words
 
 
