@@ -311,7 +311,7 @@ def test_an_unknown_command_suggests_the_nearest(refused: Refused) -> None:
         ("train --n_step 4", "there is no flag --n_step", "a flag of `halation train`", "did you mean --n_steps?"),
         ("train --learning_rates 4", "there is no flag --learning_rates", "a flag", "did you mean --learning_rate?"),
         ("train --xyzzy", "there is no flag --xyzzy", "a flag of", "see `halation train --help_all`"),
-        ("train --no_lr", "there is no flag --no_lr", "a flag of", "did you mean"),
+        ("train --no_lr", "--no_lr, but --lr is no switch", "a value for --lr", "give --lr and a value"),
         ("train --dtype bf17", "--dtype bf17", "one of fp32, bf16, fp16", "did you mean bf16?"),
         ("train --engine quick", "--engine quick", "one of auto, single, ddp", "choose one of these"),
         ("train --report_to wandb,nosuch", "--report_to nosuch", "one of tensorboard", "choose one of these"),

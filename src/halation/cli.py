@@ -254,6 +254,10 @@ class ArgumentCheck:
         for known in (name, name.removeprefix("no_")):
             if known in self.hints and (known == name or self.hints[known] is bool):
                 return known
+        if known in self.hints:
+            raise InputError(
+                f"{flag}, but --{known} is no switch", f"a value for --{known}", f"give --{known} and a value"
+            )
         near = nearest_name(name, self.hints.keys())
         raise InputError(
             f"there is no flag {shorten(flag)}",

@@ -99,7 +99,8 @@ def offered(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
         parse(command, ["--help_all"])
     printed = capsys.readouterr().out
-    aliases = {alias for line in re.findall(r"The same as ([^.]*)\.", printed) for alias in FLAG.findall(line)}
+    flat = " ".join(printed.split())
+    aliases = {alias for sentence in re.findall(r"The same as (--[^.]*)\.", flat) for alias in FLAG.findall(sentence)}
     return aliases | {f"--{name}" for name in re.findall(r"^  --(?:\[no_\])?(\w+)", printed, re.MULTILINE)}
 
 

@@ -20,6 +20,7 @@ from halation.data.streets import Streets
 from halation.errors import HalationError, InputError
 from halation.evaluation import command as evaluate
 from halation.evaluation.config import EvaluateConfig
+from halation.evaluation.model_images import open_model_images
 from halation.generation import command as generate
 from halation.generation.config import GenerateConfig
 from halation.images.png_codec import encode_png
@@ -130,6 +131,13 @@ def test_a_killed_evaluation_resumes_to_the_same_bits(
     assert finish(words, tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert {path: path.stat().st_mtime_ns for path in left} == left
     assert numbers(json.loads((tmp_path / "two.json").read_text())) == numbers(score())
+
+
+def test_prompts_of_a_live_model_may_be_texts() -> None:
+    config = EvaluateConfig(model_path="testcard", prompts=("a red car", "two trees"), height=32, width=32)
+    images = open_model_images(config, "cpu")
+    assert images.captions == ("a red car", "two trees")
+    assert images.facts["settings"]["prompts"] == "--prompts"
 
 
 def test_a_live_model_gives_the_bits_of_its_images_on_disk(

@@ -552,6 +552,11 @@ def test_more_samples_than_prompts_are_refused(tmp_path: Path) -> None:
         load_prompts(config)
 
 
+def test_prompts_of_a_watch_may_be_texts(tmp_path: Path) -> None:
+    config = WatchConfig(run=tmp_path, reference=("streets",), prompts=("a red car", "two trees"))
+    assert [row.prompt for row in load_prompts(config).rows()] == ["a red car", "two trees"]
+
+
 def test_captions_of_a_folder_are_the_prompts_and_a_folder_without_any_is_refused(tmp_path: Path) -> None:
     from PIL import Image
 
