@@ -227,18 +227,37 @@ def python_part() -> Iterator[str]:
 def thing_part(name: str, thing: Any) -> Iterator[str]:
     """A function, or a class with what can be called of it."""
     yield f"### {name}\n"
-    if isinstance(thing, type) and dataclasses.is_dataclass(thing):
+    of = [command for command in COMMANDS if isinstance(thing, type) and cli.config_type(command) is thing]
+    if of:
+        yield f"The settings of [`halation {of[0]}`](#halation-{of[0]}), frozen; each is a keyword.\n"
+        return
+    if isinstance(thing, type) and (dataclasses.is_dataclass(thing) or issubclass(thing, dict)):
         yield in_markdown(thing.__doc__)
-        said = {field: f": {in_cell(text)}" if text else "" for field, (_, text) in read_fields(thing).items()}
-        yield "\n".join(f"- `{field}: {thing.__annotations__[field]}`{text}" for field, text in said.items()) + "\n"
+        yield "\n".join(_members(thing)) + "\n"
         return
     yield call(name, thing)
     command = name.partition(".")[2]
     yield in_markdown(thing.__doc__).replace(f"`halation {command}`", f"[`halation {command}`](#halation-{command})")
     for method, function in vars(thing).items() if isinstance(thing, type) else ():
         if inspect.isfunction(function) and function.__doc__ and (method == "__call__" or method[0] != "_"):
-            yield call("sampler" if method == "__call__" else f"sampler.{method}", function)
+            variable = "sampler" if thing is halation.RankSampler else "model"
+            yield call(variable if method == "__call__" else f"{variable}.{method}", function)
             yield in_markdown(function.__doc__)
+
+
+def _members(thing: type) -> Iterator[str]:
+    """The fields, properties and methods of a class, inherited ones first."""
+    for each in [base for base in reversed(thing.__mro__) if base.__module__.startswith("halation")]:
+        for field, (_, text) in read_fields(each).items() if dataclasses.is_dataclass(each) else ():
+            yield f"- `{field}: {each.__annotations__[field]}`" + (f": {in_cell(text)}" if text else "")
+        for name, member in vars(each).items():
+            function = member.fget if isinstance(member, property) else member
+            if name[0] != "_" and inspect.isfunction(function) and function.__doc__:
+                signature = str(inspect.signature(function)).replace("self, ", "").replace("self", "").replace("'", "")
+                shown = (
+                    signature.removeprefix("()").replace(" -> ", ": ") if isinstance(member, property) else signature
+                )
+                yield f"- `{name}{shown}`: {in_cell(' '.join(function.__doc__.split()))}"
 
 
 def adapters_part() -> Iterator[str]:
@@ -265,7 +284,7 @@ def _arguments(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 def call(name: str, thing: Any) -> str:
     found = inspect.signature(thing)
     arguments = [one for one in found.parameters.values() if one.name != "self"]
-    written = [str(one).replace("'", "") for one in arguments]
+    written = [str(one).replace("''", '""').replace("'", "") for one in arguments]
     by_name = [k for k, one in enumerate(arguments) if one.kind is one.KEYWORD_ONLY]
     if by_name:
         written.insert(by_name[0], "*")

@@ -68,7 +68,6 @@ __all__ = [
     "GenerateConfig",
     "GenerationResult",
     "ImageResult",
-    "LoadedModel",
     "ProgressEvent",
     "RankSampler",
     "Sample",
@@ -98,24 +97,32 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def train(config: TrainConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def train(
+    config: TrainConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any
+) -> TrainingResult:
     """Run `halation train`."""
     return _train("train", "training", "TrainConfig", config, settings, on_progress)
 
 
-def distill(config: DistillConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def distill(
+    config: DistillConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any
+) -> TrainingResult:
     """Run `halation distill`."""
     return _train("distill", "distillation", "DistillConfig", config, settings, on_progress)
 
 
-def sample(config: SampleConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def sample(
+    config: SampleConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any
+) -> SamplingResult:
     """Run `halation sample`."""
     config = _as_config("sample", "SampleConfig", config, settings)
     folder = _call("sampling", "sample", on_progress, config)
     return __getattr__("SamplingResult")(output_dir=folder)
 
 
-def generate(config: GenerateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def generate(
+    config: GenerateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any
+) -> GenerationResult:
     """Run `halation generate`.
 
     `prompts` is a file, a list of texts, or a list of dicts with the columns of a prompt list. `model_path` may be a
@@ -133,13 +140,15 @@ def generate(config: GenerateConfig | None = None, /, *, on_progress: Callback |
     return __getattr__("GenerationResult")(output_dir=config.output_dir, exit_code=code)
 
 
-def evaluate(config: EvaluateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def evaluate(
+    config: EvaluateConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any
+) -> Scores:
     """Run `halation evaluate` and return the object that `--json` prints."""
     config = _as_config("evaluate", "EvaluateConfig", config, settings)
     return __getattr__("Scores")(_call("evaluation", "evaluate", on_progress, config))
 
 
-def watch(config: WatchConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> Any:
+def watch(config: WatchConfig | None = None, /, *, on_progress: Callback | None = None, **settings: Any) -> WatchResult:
     """Run `halation watch`; with `once` it returns when all existing checkpoints are scored."""
     config = _as_config("watch", "WatchConfig", config, settings)
     code = _call("watcher", "run", on_progress, config)

@@ -408,7 +408,7 @@ class OptionalTracker:
     def _call(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # the libraries have errors of their own, without a common class
+        except Exception as error:  # noqa: BLE001 - the libraries have errors of their own, without a common class
             self.tracker = None
             words = (str(error).splitlines() or [""])[0]
             log.warning(
