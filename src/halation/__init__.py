@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from halation.distillation.config import DistillConfig
     from halation.evaluation.config import EvaluateConfig
     from halation.generation.config import GenerateConfig
-    from halation.generation.loaded_model import LoadedModel, load_model
+    from halation.generation.loaded_model import load_model
     from halation.progress import ProgressEvent
     from halation.results import GenerationResult, ImageResult, SamplingResult, Scores, TrainingResult, WatchResult
     from halation.sampling.config import SampleConfig

@@ -126,8 +126,8 @@ class TrainConfig:
     """Micro-batch size per rank. The global batch, batch_size * ranks * accumulate, is fixed for the run. By default
     32, or for a fine-tuned pipeline by memory and number of images."""
     accumulate: ResolvedInt = setting(None, low=1)
-    """Gradient accumulation: micro-batches whose gradients are summed before a step; by default 1, or for a fine-tuned pipeline without
-    --batch_size as many as the global batch needs."""
+    """Gradient accumulation: micro-batches whose gradients are summed before a step; by default 1, or for a fine-tuned
+    pipeline without --batch_size as many as the global batch needs."""
     lr: ResolvedFloat = setting(None, low=ABOVE_ZERO)
     """Learning rate after warm-up; by default 1e-4, or for a fine-tuned pipeline that of its family, with or without
     LoRA."""
@@ -157,8 +157,8 @@ class TrainConfig:
     """Seed of the initial weights, the order of the data and all training noise."""
     # -- precision, speed and memory
     dtype: ResolvedDtype = setting(None)
-    """Mixed precision: the precision of the forward and backward pass; by default fp32, or for a fine-tuned pipeline bf16 on a GPU that
-    computes in it."""
+    """Mixed precision: the precision of the forward and backward pass; by default fp32, or for a fine-tuned pipeline
+    bf16 on a GPU that computes in it."""
     weights_dtype: Literal["fp32", "bf16"] = setting("fp32")
     """fp32 keeps master weights and optimizer in float32; bf16 keeps them in bfloat16: half the memory, but small
     updates are lost. The EMA is float32 either way."""
