@@ -306,11 +306,12 @@ class AccelerateTracker:
     def _create_comet_ml(self, tracking: Any, run: TrackedRun) -> Any:
         import comet_ml
 
+        has_account = bool(_first_set("COMET_API_KEY")) or Path("~/.comet.config").expanduser().exists()
         folder = _first_set("COMET_OFFLINE_DIRECTORY") or str(run.folder / "comet")
         return tracking.CometMLTracker(
             run.project_for("COMET_PROJECT_NAME"),
             workspace=run.entity or _first_set("COMET_WORKSPACE") or None,
-            online=None if comet_ml.get_api_key() else False,
+            online=None if has_account else False,
             experiment_config=comet_ml.ExperimentConfig(
                 name=run.name_for("COMET_EXPERIMENT_NAME"), offline_directory=folder, log_code=False
             ),
@@ -330,6 +331,7 @@ class AccelerateTracker:
             task_name=run.name_for("CLEARML_TASK"),
             auto_connect_arg_parser=False,
             auto_connect_frameworks=False,
+            auto_resource_monitoring=False,
         )
 
     def _create_aim(self, tracking: Any, run: TrackedRun) -> Any:
@@ -392,7 +394,7 @@ class OptionalTracker:
     def _call(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # the libraries have errors of their own, without a common class
+        except Exception as error:  # noqa: BLE001 - the libraries have errors of their own, without a common class
             self.tracker = None
             words = (str(error).splitlines() or [""])[0]
             log.warning(
