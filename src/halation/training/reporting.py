@@ -322,11 +322,12 @@ class AccelerateTracker:
     def _create_comet_ml(self, tracking: Any, run: TrackedRun) -> Any:
         import comet_ml
 
+        has_account = bool(_first_set("COMET_API_KEY")) or Path("~/.comet.config").expanduser().exists()
         folder = _first_set("COMET_OFFLINE_DIRECTORY") or str(run.folder / "comet")
         return tracking.CometMLTracker(
             run.project_for("COMET_PROJECT_NAME"),
             workspace=run.entity or _first_set("COMET_WORKSPACE") or None,
-            online=None if comet_ml.get_api_key() else False,
+            online=None if has_account else False,
             experiment_config=comet_ml.ExperimentConfig(
                 name=run.name_for("COMET_EXPERIMENT_NAME"), offline_directory=folder, log_code=False
             ),
@@ -346,6 +347,7 @@ class AccelerateTracker:
             task_name=run.name_for("CLEARML_TASK"),
             auto_connect_arg_parser=False,
             auto_connect_frameworks=False,
+            auto_resource_monitoring=False,
         )
 
     def _create_aim(self, tracking: Any, run: TrackedRun) -> Any:
