@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -397,11 +398,11 @@ class OptionalTracker:
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self.tracker is not None:
-            self._call(lambda tracker=self.tracker: tracker.log_scalars(step, values))
+            self._call(functools.partial(self.tracker.log_scalars, step, values))
 
     def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         if self.tracker is not None:
-            self._call(lambda tracker=self.tracker: tracker.log_images(step, images))
+            self._call(functools.partial(self.tracker.log_images, step, images))
 
     def close(self) -> None:
         if self.tracker is not None:
