@@ -247,7 +247,7 @@ def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_pat
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
         (tmp_path / f"{index:04d}.png").write_bytes(b"no image")
-    with pytest.raises(InputError, match="20 of the 100 images") as caught:
+    with pytest.raises(InputError, match="20 of 100 images") as caught:
         ImageFolder(tmp_path, 8, 8).check()
     assert caught.value.found.count(".png: ") == 10
     assert "and 10 more" in caught.value.found
