@@ -150,10 +150,10 @@ def test_bad_folders_are_refused_with_what_was_found(tmp_path: Path) -> None:
     assert "is empty" in refused(tmp_path / "empty").found
     (tmp_path / "loose").mkdir()
     image().save(tmp_path / "loose" / "a.png")
-    assert "neither a metadata file nor class folders (1 images without" in refused(tmp_path / "loose").found
+    assert "neither a metadata file nor class folders (1 image without" in refused(tmp_path / "loose").found
     (tmp_path / "bare" / "train").mkdir(parents=True)
     image().save(tmp_path / "bare" / "train" / "a.png")
-    assert "neither a metadata file nor class folders (1 images without" in refused(tmp_path / "bare").found
+    assert "neither a metadata file nor class folders (1 image without" in refused(tmp_path / "bare").found
     (tmp_path / "texts" / "docs").mkdir(parents=True)
     (tmp_path / "texts" / "docs" / "a.txt").write_text("x")
     assert "no PNG, JPEG or WebP files" in refused(tmp_path / "texts").found
@@ -247,7 +247,7 @@ def test_broken_images_from_one_percent_on_are_refused_and_ten_are_named(tmp_pat
         ImageFolder(tmp_path, 8, 8).check()
     for index in range(20):
         (tmp_path / f"{index:04d}.png").write_bytes(b"no image")
-    with pytest.raises(InputError, match="20 of the 100 images") as caught:
+    with pytest.raises(InputError, match="20 of 100 images") as caught:
         ImageFolder(tmp_path, 8, 8).check()
     assert caught.value.found.count(".png: ") == 10
     assert "and 10 more" in caught.value.found

@@ -385,7 +385,7 @@ def test_unrecorded_images_bind_the_settings_and_survive_a_refused_command(tmp_p
         with pytest.raises(InputError):
             generate.run(written(tmp_path, **changes))
         assert images(folder) == before
-    with pytest.raises(InputError, match="differ from those of their images in this folder"):
+    with pytest.raises(InputError, match="changed since the images in this folder were generated"):
         generate.run(written(tmp_path, prompt="another prompt {}"))
     assert images(folder) == before
     assert generate.run(written(tmp_path)) == 0

@@ -14,6 +14,7 @@ import torch
 
 from halation.distillation.config import DistillConfig
 from halation.distillation.teacher import DEFAULT_TEACHER_BATCH_SIZE, default_batch_size
+from halation.logging_setup import ConsoleWarningHandler, exclusive_console_handler
 from support import rank_functions
 from support.rank_pool import RankPool
 
@@ -28,14 +29,14 @@ class Prepared(NamedTuple):
     num_alive: int
     """Teachers in memory afterwards."""
     told: list[str]
-    """Warnings."""
+    """Lines for the console."""
     stopped: tuple[int, str]
     """Exit code and message of one that was asked to stop."""
 
 
-class _Heard(logging.Handler):
+class _Heard(ConsoleWarningHandler):
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.told: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,9 +65,11 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
                 os.kill(os.getpid(), signal.SIGTERM)
 
     heard, hook = _Heard(), register_module_forward_hook(note)
-    logging.getLogger("halation").addHandler(heard)
     try:
-        with train.open_run_on_rank_zero(config, world, "distill", distill.open_record):
+        with (
+            exclusive_console_handler(heard),
+            train.open_run_on_rank_zero(config, world, "distill", distill.open_record),
+        ):
             task = distill.new_task(world, config, RunFolder(config.output_dir))
             task.open()
             task.resolve_num_steps(config.batch_size * world.size)
@@ -75,7 +78,6 @@ def prepared(world: Any, config: Any, stop_at: int = 0, rank: int = 0) -> Prepar
         stopped = interruption.exit_code, str(interruption)
     finally:
         hook.remove()
-        logging.getLogger("halation").removeHandler(heard)
     return Prepared(num_forwards, len(teachers), heard.told, stopped)
 
 
@@ -123,7 +125,7 @@ def test_what_a_teacher_is_asked_is_told_before_and_few_lessons_for_many_steps_t
         assert "of 5 trajectories once, with 20 teacher predictions" in one.told[0]
         assert one.num_forwards == 20
         assert len(one.told) == (1 if name == "few" else 2)
-    assert "each of the 20 cached teacher targets" in one.told[1]
+    assert "20 cached teacher targets will be used" in one.told[1]
     assert "--trajectories" in one.told[1]
 
 

@@ -186,7 +186,8 @@ def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tupl
     bare_splits = bool(names) and set(names) <= {"train", *VALIDATION_SPLITS}
     if not names or bare_splits:
         num_unlabeled = sum(path.suffix.lower() in SUFFIXES for path in _list_files(folder))
-        what = f"{num_unlabeled} images without captions or classes" if num_unlabeled else "no PNG, JPEG or WebP files"
+        images = format_count(num_unlabeled, "image")
+        what = f"{images} without captions or classes" if num_unlabeled else "no PNG, JPEG or WebP files"
         raise InputError(
             f"{top}: neither a metadata file nor class folders ({what})", "captions or classes", _LAYOUT_ADVICE
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from halation.errors import InputError
+from halation.errors import InputError, format_count
 from halation.input_files import read_json
 from halation.models import model_folder
 from halation.models.dit.tokenizer import find_prompt_warnings
@@ -115,7 +115,7 @@ class ModelRef:
         """
         if self.distillation_objective and steps not in (None, self.steps):
             learned = f"the model was distilled ({self.distillation_objective}) for {self.steps}"
-            yield f"--{steps_flag}: {steps} steps, but {learned}; expect worse images"
+            yield f"--{steps_flag}: {format_count(steps or 0, 'step')}, but {learned}; expect worse images"
         if self.is_distilled and guidance_scale is not None and guidance_scale != self.guidance_scale:
             learned = f"the model was distilled for {self.guidance_scale:g}"
             yield f"--guidance_scale {guidance_scale:g}, but {learned}; expect worse images"
