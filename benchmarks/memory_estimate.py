@@ -137,7 +137,7 @@ def build_sd3(folder: Path, shape: SD3Shape, dtype: torch.dtype, device: str) ->
             pos_embed_max_size=shape.max_positions,
         )
         clips = [_clip(width, vocabulary) for width in shape.clip_widths]
-        t5 = transformers.T5EncoderModel(
+        t5: Any = transformers.T5EncoderModel(
             transformers.T5Config(
                 vocab_size=len(t5_tokenizer),
                 d_model=shape.t5_width,
@@ -245,7 +245,8 @@ def config_of(case: Case, model: Path, work: Path, is_real: bool) -> TrainConfig
 
 def run_case(world: World, config: TrainConfig) -> tuple[memory_fit_check.MemoryEstimate, float, float, float]:
     """Train a few steps; return the estimate, what it is compared with, the measured bytes and those reserved."""
-    with command.open_run_on_rank_zero(config, world), MeasuredSession(world, config) as session:
+    session = MeasuredSession(world, config)
+    with command.open_run_on_rank_zero(config, world), session:
         session.prepare()
         with contextlib.suppress(EnoughSteps):
             session.run()

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -325,18 +325,25 @@ def _pass_bytes(
         for tensor in tensors.values():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(counter.on_gradient)
-        rows = dataclasses.replace(
-            batch,
-            **{name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")},
-            condition={name: fake(value) for name, value in batch.condition.items()},
-        )
+        rows = _map_tensors(batch, fake)
         stack.enter_context(torch.nn.utils.stateless._reparametrize_module(module, tensors))
         objective = denoising_objective(_without_caches(denoiser))
         with counter:
             with mixed_precision(device, config.dtype):
                 losses = objective(module, rows)
-            losses.float().sum().backward()  # type: ignore[no-untyped-call]
+            losses.float().sum().backward()
     return counter.peak
+
+
+def _map_tensors(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    return dataclasses.replace(
+        batch,
+        x0=change(batch.x0),
+        noise=change(batch.noise),
+        t=change(batch.t),
+        weight=change(batch.weight),
+        condition={name: change(value) for name, value in batch.condition.items()},
+    )
 
 
 def _without_caches(denoiser: Denoiser) -> Denoiser:
@@ -503,13 +510,8 @@ def check_batch_fits(
     def expand(tensor: Tensor) -> Tensor:
         return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
-    batch = dataclasses.replace(
-        row,
-        **{name: expand(getattr(row, name)) for name in ("x0", "noise", "t", "weight")},
-        condition={name: expand(value) for name, value in row.condition.items()},
-    )
     try:
-        estimate = estimate_memory(config, denoiser, world.size, batch, world.device)
+        estimate = estimate_memory(config, denoiser, world.size, _map_tensors(row, expand), world.device)
     except (RuntimeError, TypeError, AssertionError) as error:  # an operation that cannot run on fake tensors
         log.warning("the memory of activations could not be estimated: %s", str(error).partition("\n")[0])
         estimate = estimate_memory(config, denoiser, world.size)
