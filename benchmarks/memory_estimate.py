@@ -305,6 +305,8 @@ def main(arguments: list[str] | None = None) -> measure.Report:
         rows = measure_cases(cases, world, work.resolve())
     report = measure.Report(name="memory_estimate", rows=tuple(rows), facts=measure.machine())
     measure.finish(report, asked.output)
+    if len(rows) < len(cases):
+        raise SystemExit(f"{len(cases) - len(rows)} of {len(cases)} cases failed; their errors are above")
     return report
 
 

@@ -124,7 +124,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def allocated(world: Any, config: TrainConfig) -> dict[str, tuple[int, float]]:
     """The allocated and the estimated bytes of each part, on this rank."""
-    with job.open_run_on_rank_zero(config, world), AllocatedBytes(world, config) as session:
+    session = AllocatedBytes(world, config)
+    with job.open_run_on_rank_zero(config, world), session:
         session.prepare()
         session.run()
         return {name: (size, getattr(session.estimate, name)) for name, size in session.found.items()}

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,10 +328,7 @@ def _pass_bytes(
         for tensor in tensors.values():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(counter.on_gradient)
-        fakes: dict[str, Any] = {name: fake(getattr(batch, name)) for name in ("x0", "noise", "t", "weight")}
-        rows = dataclasses.replace(
-            batch, **fakes, condition={name: fake(value) for name, value in batch.condition.items()}
-        )
+        rows = _map_tensors(batch, fake)
         stack.enter_context(torch.nn.utils.stateless._reparametrize_module(module, tensors))
         objective = denoising_objective(_without_caches(denoiser))
         with counter:
@@ -339,6 +336,17 @@ def _pass_bytes(
                 losses = objective(module, rows)
             losses.float().sum().backward()
     return counter.peak
+
+
+def _map_tensors(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    return dataclasses.replace(
+        batch,
+        x0=change(batch.x0),
+        noise=change(batch.noise),
+        t=change(batch.t),
+        weight=change(batch.weight),
+        condition={name: change(value) for name, value in batch.condition.items()},
+    )
 
 
 def _without_caches(denoiser: Denoiser) -> Denoiser:
@@ -515,8 +523,7 @@ def _meta_batch(config: TrainConfig, denoiser: Denoiser, rows: int) -> MicroBatc
     def expand(tensor: Tensor) -> Tensor:
         return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
-    tensors: dict[str, Any] = {name: expand(getattr(row, name)) for name in ("x0", "noise", "t", "weight")}
-    return dataclasses.replace(row, **tensors, condition={name: expand(value) for name, value in row.condition.items()})
+    return _map_tensors(row, expand)
 
 
 def _raise_if_too_large(world: World, config: TrainConfig, estimate: MemoryEstimate, capacity: float | None) -> None:
