@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -264,8 +265,7 @@ class AccelerateTracker:
     """A tracker of `accelerate.tracking`; it runs on rank 0 alone, offline unless an account is configured."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        from accelerate import tracking
-
+        tracking: Any = importlib.import_module("accelerate.tracking")
         # accelerate's own logger works only in programs that use its Accelerator.
         tracking.logger = _AccelerateLogger(logging.getLogger("accelerate.tracking"), {})
         self.name = name
