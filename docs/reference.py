@@ -64,9 +64,11 @@ ENVIRONMENT = """\
 | `CUDA_VISIBLE_DEVICES` | the GPUs there are; `--gpu_ids` count within them |
 | `HALATION_CACHE` | folder for what can be made again: features, thumbnails, downloaded weights; by default `~/.cache/halation` |
 | `HF_HUB_OFFLINE` | `1`: nothing is downloaded, neither models nor weights of extractors |
+| `HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` | those of huggingface_hub ([models of the Hub](generation.md#models-of-the-hub)) |
 | `MASTER_PORT` | the port that ranks try first; where it is taken, the system picks one |
 | `RAY_ADDRESS` | the cluster that `--cluster auto` joins |
 | `WANDB_MODE` | where it is not set, wandb is offline |
+| `WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_NAME`, `MLFLOW_TRACKING_URI`, ... | project, team and name of a run in [trackers](training.md#trackers) |
 | `HALATION_FAULT`, `HALATION_FAULT_LOG` | [make something fail on purpose](reliability.md#how-faults-are-made) |
 | `HALATION_INPUT_LIMITS`, `HALATION_FOLLOW_LINKS` | `--input_limits` and `--follow_links`: [limits on input](security.md#limits-on-input) |
 

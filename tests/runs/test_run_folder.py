@@ -420,3 +420,8 @@ def test_a_pipe_in_the_place_of_the_record_is_refused_where_changes_are_accepted
         runs.restore_record_on_failure(runs.RunFolder(tmp_path), accept_changes=True),
     ):
         pass
+
+
+def test_a_setting_that_an_earlier_version_did_not_have_is_no_change_at_none() -> None:
+    assert runs.diff_settings({"seed": 1}, {"seed": 1, "revision": None}) == []
+    assert runs.diff_settings({"seed": 1}, {"seed": 1, "revision": "v1"}) == ['  revision: "(not there)" -> "v1"']

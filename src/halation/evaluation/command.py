@@ -85,7 +85,7 @@ def _run_ranks(config: EvaluateConfig, source: ImageFiles | ModelImages, monitor
         output = scratch / "report.json"
         rank_config = replace(config, output=output)
         model_ref = getattr(source, "model_ref", None)
-        hub_model = model_ref.hub_fact.get(HUB_FACT) if model_ref else None
+        hub_model = "" if model_ref is None else model_ref.hub_fact.get(HUB_FACT, "")
         if hub_model:  # all ranks use the commit that was found here, even if the branch moves
             rank_config = replace(rank_config, revision=hub_model.rpartition("@")[2])
         if len(devices) == 1:

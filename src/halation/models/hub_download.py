@@ -137,7 +137,8 @@ def _select_weights(names: set[str], variant: str | None, name: str) -> set[str]
     components: dict[str, set[str]] = {}
     for file in usable:
         components.setdefault(os.path.dirname(file) if file.count("/") == 1 else "", set()).add(file)
-    plain, of_variant = set(), set()
+    plain: set[str] = set()
+    of_variant: set[str] = set()
     for files in components.values():
         chosen: set[str] = set()
         if variant:
@@ -197,7 +198,7 @@ class _Repository:
 
     def is_cached(self, file: str) -> bool:
         blob = (self.blobs or {}).get(file)
-        return (self.snapshot / file).exists() or (bool(blob) and (self.folder / "blobs" / str(blob)).exists())
+        return (self.snapshot / file).exists() or bool(blob and (self.folder / "blobs" / blob).exists())
 
 
 def download_model(name: str, options: HubOptions, flag: str, *, pipelines_only: bool = False) -> Path:

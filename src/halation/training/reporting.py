@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -281,8 +281,7 @@ class AccelerateTracker:
     """A tracker of `accelerate.tracking`; it runs on rank 0 alone, offline unless an account is configured."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        from accelerate import tracking
-
+        tracking: Any = importlib.import_module("accelerate.tracking")
         # accelerate's own logger works only in programs that use its Accelerator.
         tracking.logger = _AccelerateLogger(logging.getLogger("accelerate.tracking"), {})
         self.name = name
@@ -299,8 +298,7 @@ class AccelerateTracker:
             self.tracker.store_init_configuration(values)
 
     def _create_mlflow(self, tracking: Any, run: TrackedRun) -> Any:
-        import mlflow
-
+        mlflow: Any = importlib.import_module("mlflow")
         location = None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
@@ -321,8 +319,7 @@ class AccelerateTracker:
         )
 
     def _create_comet_ml(self, tracking: Any, run: TrackedRun) -> Any:
-        import comet_ml
-
+        comet_ml: Any = importlib.import_module("comet_ml")
         has_account = bool(_first_set("COMET_API_KEY")) or Path("~/.comet.config").expanduser().exists()
         folder = _first_set("COMET_OFFLINE_DIRECTORY") or str(run.folder / "comet")
         return tracking.CometMLTracker(
@@ -335,14 +332,13 @@ class AccelerateTracker:
         )
 
     def _create_clearml(self, tracking: Any, run: TrackedRun) -> Any:
-        from clearml import Task
-
+        task: Any = importlib.import_module("clearml").Task
         if (
             not _first_set("CLEARML_API_ACCESS_KEY", "CLEARML_CONFIG_FILE")
             and not Path("~/clearml.conf").expanduser().exists()
         ):
-            Task.set_offline(offline_mode=True)
-        Task.set_random_seed(None)  # otherwise Task.init seeds the generators of Python, numpy and torch
+            task.set_offline(offline_mode=True)
+        task.set_random_seed(None)  # otherwise Task.init seeds the generators of Python, numpy and torch
         return tracking.ClearMLTracker(
             project_name=run.project_for("CLEARML_PROJECT"),
             task_name=run.name_for("CLEARML_TASK"),
@@ -364,8 +360,7 @@ class AccelerateTracker:
         from PIL import Image
 
         if self.name == "mlflow":
-            import mlflow
-
+            mlflow: Any = importlib.import_module("mlflow")
             for name, image in images.items():
                 file = re.sub(r"[^\w ./-]", "_", name)
                 mlflow.log_image(image, artifact_file=f"step_{step:07d}/{file[:150]}.png")
@@ -398,11 +393,11 @@ class OptionalTracker:
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self.tracker is not None:
-            self._call(functools.partial(self.tracker.log_scalars, step, values))
+            self._call(partial(self.tracker.log_scalars, step, values))
 
     def log_images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         if self.tracker is not None:
-            self._call(functools.partial(self.tracker.log_images, step, images))
+            self._call(partial(self.tracker.log_images, step, images))
 
     def close(self) -> None:
         if self.tracker is not None:
