@@ -151,7 +151,9 @@ def _resolve_for_pipeline(config: DistillConfig) -> DistillConfig:
         size = train.native_size(folder)
     config = train.resolve_common_settings(config, size)
     multiple = call_settings.read_call_settings(folder).size_multiple
-    call_settings.check_size_multiple(folder.name, multiple, *config.image_size, flag="image_size")
+    call_settings.check_size_multiple(
+        folder.name, multiple, config.image_size[0], config.image_size[1], flag="image_size"
+    )
     return dataclasses.replace(config, model_path=str(folder.resolve()), teacher_path=str(folder.resolve()))
 
 
