@@ -15,10 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from halation.data.streets import DRIVING_PROMPTS
 from halation.distributed import launcher
 from halation.errors import InputError
 from halation.images.png_codec import read_png
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hydit.sample_settings import prompts  # noqa: E402
 
 FOLDER = Path("results/test_sampling")
 NUM_RANKS = 4
@@ -35,6 +38,7 @@ def ranks() -> tuple[int, list[str]]:
     """
     gpus = launcher.num_gpus()
     num = min(NUM_RANKS, gpus) if gpus and os.environ.get("MODEL_PATH") else NUM_RANKS
+    num = min(num, len(prompts))
     return num, ["--nproc", str(num), *(["--oversubscribe"] if 0 < gpus < num else [])]
 
 
@@ -44,15 +48,14 @@ def train(run: Path, flags: Sequence[str], more: Sequence[str]) -> int:
     return subprocess.run([sys.executable, str(TRAINING), *map(str, words), *flags, *more]).returncode
 
 
-def draw_alone(run: Path, folder: Path, prompts: Sequence[str]) -> int:
+def draw_alone(run: Path, folder: Path, texts: Sequence[str]) -> int:
     words = ["sample", "--checkpoint", run, "--output_dir", folder, "--nproc", 1, "--progress", "none"]
-    return subprocess.run([sys.executable, "-m", "halation.cli", *map(str, words), "--prompts", *prompts]).returncode
+    return subprocess.run([sys.executable, "-m", "halation.cli", *map(str, words), "--prompts", *texts]).returncode
 
 
 def checks(run: Path, alone: Path, num: int) -> Iterator[Check]:
     """Yield the checks one by one, so that those before an error are still printed."""
     samples = run / "samples" / f"step_{NUM_STEPS:07d}"
-    prompts = DRIVING_PROMPTS[:num]
     rows = json.loads((samples / "samples.json").read_text(encoding="utf-8"))["samples"]
     failed = [f"GPU {row['rank']}: {row['reason']}" for row in rows if row["state"] != "done"]
     yield not failed, f"no rank failed to sample{': ' if failed else ''}{'; '.join(failed)}"
@@ -62,7 +65,7 @@ def checks(run: Path, alone: Path, num: int) -> Iterator[Check]:
     found = {path.name for path in samples.glob("gpu_*")}
     yield found == wanted, f"{len(wanted)} files, gpu_0_sample.png to gpu_{num - 1}_prompt.txt, in {samples}"
     texts = [(samples / f"gpu_{k}_prompt.txt").read_text(encoding="utf-8") for k in range(num)]
-    yield texts == list(prompts), f"gpu_k_prompt.txt contains driving prompt k for k = 0 to {num - 1}"
+    yield texts == prompts[:num], f"gpu_k_prompt.txt contains driving prompt k for k = 0 to {num - 1}"
     images = [read_png(samples / f"gpu_{k}_sample.png")[0] for k in range(num)]
     shapes = {image.shape for image in images}
     yield shapes == {(SIZE, SIZE, 3)}, f"images are {SIZE} x {SIZE}: {sorted(shapes)}"
@@ -96,7 +99,7 @@ def main(more: Sequence[str]) -> int:
     if code:
         print(f"FAIL training exited with code {code}")
         return code
-    code = draw_alone(FOLDER, alone, DRIVING_PROMPTS[:num])
+    code = draw_alone(FOLDER, alone, prompts[:num])
     if code:
         print(f"FAIL sampling with one rank exited with code {code}")
         return code

@@ -1,4 +1,4 @@
-"""Samples of one training step on all ranks, for your own training loop with HunyuanDiT.
+"""Checkpoint and samples of one training step on all ranks, for your own training loop with HunyuanDiT.
 
 A thin wrapper around Halation's sampling. `halation train` and the scripts of this recipe do not need it.
 """
@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from halation.data.streets import DRIVING_PROMPTS
+from halation.distributed.checkpoint.writer import write_safetensors
 from halation.distributed.external_process_group import eval_mode, external_world, is_sharded, reshard, unwrap_model
 from halation.distributed.world import World
+from halation.errors import InputError
 from halation.models.denoiser import PIPELINE_SCHEDULER
 from halation.models.pipelines import load
 from halation.models.pipelines.folder_safety_check import PipelineFiles
+from halation.runs.run_folder import publish_folder, remove_path, temporary_path
 from halation.sampling.all_rank_sampler import DenoiserSampler, SampleSettings
 from halation.sampling.sample_folder import SampleFolder, SampleRow, publish_index
 
@@ -31,7 +34,70 @@ from diffusers import HunyuanDiTPipeline  # noqa: E402
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
 from halation.models.pipelines.training.hunyuan_dit import HunyuanFamily  # noqa: E402
 
+from hydit.sample_settings import num_steps, prompts  # noqa: E402
+
 TIMEOUT_S = 600.0
+
+
+def save_checkpoint(
+    model: nn.Module,
+    diffusion: Any,
+    vae: Any,
+    text_encoder: nn.Module,
+    tokenizer: Any,
+    text_encoder_t5: nn.Module,
+    tokenizer_t5: Any,
+    rank: int,
+    world_size: int,
+    args: Any,
+    logger: logging.Logger,
+    train_steps: int,
+) -> list[SampleRow]:
+    """Save the transformer of a step, and sample it on all ranks.
+
+    Every rank calls it, with the arguments of `sample_images_multi_gpu`. Rank 0 writes
+    `checkpoints/step_0000010/transformer/`, which `HunyuanDiT2DModel.from_pretrained` reads. If it cannot be written,
+    the ranks sample all the same, and rank 0 raises the error afterwards: no rank waits for another.
+    """
+    module = unwrap_model(model)
+    weights = _whole_weights(module, rank)
+    folder = _folder(args) / "checkpoints" / f"step_{train_steps:07d}" / "transformer"
+    error: OSError | None = None
+    if rank == 0:
+        try:
+            _write_transformer(module, weights, folder)
+        except OSError as problem:
+            error = OSError(problem.errno, f"cannot write to directory {folder}: {problem.strerror}")
+    parts = (vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5)
+    rows = sample_images_multi_gpu(model, diffusion, *parts, rank, world_size, args, logger, train_steps)
+    if error is not None:
+        raise error
+    return rows
+
+
+def _whole_weights(module: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Return the weights, on rank 0 only; with FSDP2 all ranks take part."""
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise InputError(
+            "the weights are sharded by ZeRO-3",
+            "weights that are whole, or sharded by FSDP2",
+            "save with the engine's own save_checkpoint(), and call sample_images_multi_gpu()",
+        )
+    if not is_sharded(module):
+        return {name: value.detach().cpu() for name, value in module.state_dict().items()} if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(module, options=options))
+
+
+def _write_transformer(module: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = temporary_path(folder)
+    try:
+        module.save_config(str(staging))
+        write_safetensors(staging / "diffusion_pytorch_model.safetensors", weights, {"format": "pt"})
+        publish_folder(staging, folder, "checkpoint")
+    finally:
+        remove_path(staging)
 
 
 @torch.no_grad()
@@ -159,13 +225,13 @@ def _denoiser(pipe: Any, args: Any) -> PipelineDenoiser:
 
 
 def _settings(args: Any, denoiser: PipelineDenoiser, world_size: int) -> SampleSettings:
-    prompts = tuple(_asked(args, "sample_prompts", None) or DRIVING_PROMPTS)
+    texts = tuple(_asked(args, "sample_prompts", None) or prompts)
     height, width = _size(args)
     return SampleSettings(
-        prompts=prompts if _asked(args, "sample_all", False) else prompts[:world_size],
+        prompts=texts if _asked(args, "sample_all", False) else texts[:world_size],
         height=height,
         width=width,
-        steps=_asked(args, "sample_steps", 10),
+        steps=_asked(args, "sample_steps", num_steps),
         seed=_asked(args, "sample_seed", 42),
         same_seed=False,
         sampler=PIPELINE_SCHEDULER,

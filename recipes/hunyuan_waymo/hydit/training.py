@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from halation import cli
-from halation.data.streets import DRIVING_PROMPTS
 from halation.distributed import launcher
 from halation.errors import HalationError, InputError
 from halation.training.config import TrainConfig
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hydit.sample_settings import num_steps, prompts  # noqa: E402
 
 TINY = "tiny_hunyuandit"
 NUM_CPU_RANKS = 2
@@ -30,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "validation_images": 16,
     "sample_names": "gpu",
     "sample_all": False,
-    "sample_steps": 10,
+    "sample_steps": num_steps,
 }
 
 
@@ -87,7 +90,7 @@ def by_flags(asked: TrainConfig) -> dict[str, Any]:
         "max_images": MAX_STREETS if asked.data == "streets" else 0,
         "ckpt_every": max(10, asked.n_steps // 10),
         "ckpt_latest_every": max(100, asked.n_steps // 50),
-        "sample_prompts": () if asked.sample_prompts_file else DRIVING_PROMPTS,
+        "sample_prompts": () if asked.sample_prompts_file else tuple(prompts),
     }
 
 
@@ -109,5 +112,4 @@ def tiny(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main(sys.argv[1:], prog="train_waymo_base.sh"))
