@@ -45,7 +45,7 @@ def checks(folder: Path) -> Iterator[runs.Check]:
     yield slow == STEPS * num_slow > 0, f"rank {SLOW_RANK} made {slow} steps for {num_slow} samples, {STEPS} for each"
     kinds = [_scheduler(path) for path in (folder / "tiny_wan", run / "export")]
     yield kinds[0] == kinds[1] != "DDIMScheduler", f"the export samples with the teacher's scheduler, {kinds[1]}"
-    last = [row for row in rows[len(runs.PROMPTS) :]]
+    last = rows[len(runs.PROMPTS) :]
     images = [read_png(samples / row["file"])[0] for row in last]
     plain = _drawn_by_diffusers(run / "export", last)
     same = [bool(np.array_equal(*pair)) for pair in zip(images, plain, strict=True)]
@@ -62,7 +62,9 @@ def _drawn_by_diffusers(export: Path, rows: list[dict[str, Any]]) -> list[Any]:
     load.filter_library_warnings()
     import diffusers
     import torch
+    import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.disable_progress_bar()
     pipe: Any = diffusers.DiffusionPipeline.from_pretrained(str(export), use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -11,10 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from halation.runs.run_folder import RunFolder, create_or_resume_run
+from halation.training.config import TrainConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "dit_registers"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -36,6 +41,11 @@ TINY = [
     "--eval_reference",
     "16",
 ]
+_SPEC = importlib.util.spec_from_file_location("dit_registers_train", RECIPE / "train.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+train: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(train)
 QUIET = ["--validation_images", "0", "--sample_prompts", "a rainy street"]
 
 
@@ -106,7 +116,68 @@ def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe
     assert done.returncode == 0, done.stderr
     assert "1 rank (single, cpu, fp32)" in done.stderr
     assert (tmp_path / "here" / "export" / "model.pth").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "WANDB_MODE decides, and it says disabled"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "model.pth"], "WANDB_MODE is disabled"
+    weights = torch.load(tmp_path / "model.pth", weights_only=True)
+    assert weights.keys() == load_file(tmp_path / "here" / "export" / "model.safetensors").keys()
+    assert not list((tmp_path / "here").glob("evaluation/*")), "a run shorter than --eval_every is not evaluated"
+
+
+def test_without_a_gpu_a_batch_runs_in_micro_batches_of_the_same_total(tmp_path: Path) -> None:
+    def flags(**settings: int) -> list[str]:
+        return train.cpu_micro_batches(TrainConfig(output_dir=tmp_path / "run", **settings))
+
+    assert flags(batch_size=128) == ["--batch_size", "4", "--accumulate", "32"]
+    assert flags(batch_size=64, accumulate=3) == ["--batch_size", "4", "--accumulate", "48"]
+    assert flags(batch_size=7) == ["--batch_size", "1", "--accumulate", "7"]
+    assert flags(batch_size=6) == ["--batch_size", "3", "--accumulate", "2"]
+    assert flags(batch_size=4) == flags(batch_size=1) == []
+
+
+def test_a_run_that_was_started_with_larger_micro_batches_keeps_them(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.folder.mkdir()
+    settings = {"batch_size": 16, "accumulate": 1}
+    create_or_resume_run(run, "train", settings, {}, accept_changes=False)
+    asked = TrainConfig(output_dir=run.folder, batch_size=16)
+    assert train.cpu_micro_batches(asked) != [], "a start that was refused fixes nothing"
+    (run.checkpoints / "step_0000001").mkdir(parents=True)
+    assert train.cpu_micro_batches(asked) == []
+    assert train.cpu_micro_batches(TrainConfig(output_dir=run.folder, batch_size=32)) != []
+
+
+def test_a_run_with_fewer_steps_than_the_first_evaluation_has_none() -> None:
+    assert train.by_steps(4) == {"eval_every": 0}
+    assert train.by_steps(train.DEFAULTS["n_steps"]) == {}
+
+
+def test_model_pth_is_a_link_to_the_last_export_and_no_file_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.pth").write_text(name)
+        train.link_weights(Path(name) / "model.pth")
+        assert Path("model.pth").read_text() == name
+    train.link_weights(Path("nosuch") / "model.pth")
+    assert Path("model.pth").read_text() == "second"
+    Path("model.pth").unlink()
+    Path("model.pth").write_text("mine")
+    train.link_weights(Path("first") / "model.pth")
+    assert Path("model.pth").read_text() == "mine"
+    assert "model.pth is a file of its own" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "model.pth", "second"]
+
+
+@pytest.mark.slow
+def test_with_its_default_batch_it_trains_without_a_gpu(tmp_path: Path) -> None:
+    """The default batch of 128 images per rank fits into the memory of a machine without a GPU."""
+    small = ["--model", "tiny", "--image_size", "32", "--patch_size", "8", "--n_steps", "1", "--sample_steps", "1"]
+    done = started(["bash", RECIPE / "run_ddp.sh", *small, *QUIET, "--report_to", "none"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs" / "dit_registers" / "config.json").read_text())
+    assert record["fixed"]["global batch"] == 2 * 128
+    assert (record["settings"]["batch_size"], record["settings"]["accumulate"]) == (4, 32)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,7 @@ SLOW = {
         {"REFERENCE": "streets", "ALLOW_FEW": "", "NUM_SAMPLES": "5", "PROMPTS_CSV": "many.txt"},
         "5 generated images",
     ),
-    "a GPU that is not there": (
-        {"USE_MULTIGPU": "true", "GPU_IDS": "2,3", "METRICS": "clip", "PROMPTS_CSV": "given.txt"},
-        "GPU",
-    ),
+    "FID without real images": ({"REFERENCE": "", "METRICS": "fid clip", "PROMPTS_CSV": "given.txt"}, "no real images"),
 }
 
 
@@ -155,6 +153,40 @@ def test_what_is_missing_is_said_before_the_first_image(
     assert "to do:" in done.stderr
     assert not list(tmp_path.rglob("*.png"))
     assert not (tmp_path / "eval_output_results.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_documents_four_variables_generate_and_name_the_scores_that_are_missing(
+    tmp_path: Path, parts: dict[str, str]
+) -> None:
+    """With the document's four variables, it generates, names what it cannot compute, and exits with 1."""
+    (tmp_path / "mscoco_data").mkdir()
+    (tmp_path / "mscoco_data" / "prompts.csv").write_text("image_id,prompt\n7,a red bus\n9,two dogs\n11,a sign\n")
+    small = {name: parts[name] for name in ("MODEL_PATH", "NUM_STEPS", "HEIGHT", "WIDTH")}
+    four = small | {"USE_MULTIGPU": "true", "GPU_IDS": "0 1 2 3", "NUM_SAMPLES": "2"}
+    done = started(tmp_path, four)
+    assert done.returncode == 1, done.stderr
+    assert "no GPU found: GPU_IDS is ignored" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "eval_output").glob("*.png")) == ["7_seed42.png", "9_seed43.png"]
+    before, _, after = done.stderr.partition("will be left out")
+    assert "images" not in before
+    last = after.partition("could not be computed")[2]
+    for words in ("fid: there are no real images at ./mscoco_data/val2017", "clip: ", "is: ", "run the script again"):
+        assert words in last, words
+    assert not (tmp_path / "eval_output_results.json").exists()
+
+    more = {name: parts[name] for name in ("INCEPTION_WEIGHTS", "CLIP_MODEL", "ALLOW_FEW")}
+    done = started(tmp_path, four | more)
+    assert done.returncode == 1, done.stderr
+    assert set(report_of(tmp_path / "eval_output_results.json")["metrics"]) == {"clip", "is"}
+    assert "fid: there are no real images" in done.stderr
+    assert "clip:" not in done.stderr
+    shutil.copytree(parts["REFERENCE"], tmp_path / "mscoco_data" / "val2017")
+    done = started(tmp_path, four | more)
+    assert done.returncode == 0, done.stderr
+    assert set(report_of(tmp_path / "eval_output_results.json")["metrics"]) == {"fid", "clip"}
+    assert "all already done" in done.stderr
 
 
 @pytest.mark.slow

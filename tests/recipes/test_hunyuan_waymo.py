@@ -28,7 +28,7 @@ from support.rank_pool import RankPool
 RECIPE = Path(__file__).parents[2] / "recipes" / "hunyuan_waymo"
 sys.path.insert(0, str(RECIPE))
 
-from hydit import check_sampling, tiny_autoencoder, tiny_hunyuan, training  # noqa: E402
+from hydit import check_sampling, sample_settings, tiny_autoencoder, tiny_hunyuan, training  # noqa: E402
 
 BASE = ["bash", RECIPE / "scripts" / "train_waymo_base.sh"]
 DEEPSPEED = [sys.executable, RECIPE / "hydit" / "train_deepspeed.py"]
@@ -197,6 +197,18 @@ def test_the_environment_names_model_and_data(monkeypatch: pytest.MonkeyPatch) -
 def test_the_page_shows_the_prompts_that_are_drawn() -> None:
     rows = re.findall(r"^\| (\d) \| (.*) \|$", (RECIPE / "README.md").read_text(), re.MULTILINE)
     assert rows == [(str(k), prompt) for k, prompt in enumerate(DRIVING_PROMPTS)]
+    assert sample_settings.prompts == list(DRIVING_PROMPTS)
+
+
+def test_an_edited_list_of_prompts_and_steps_is_what_a_training_samples(tmp_path: Path) -> None:
+    copy = tmp_path / "recipe"
+    shutil.copytree(RECIPE, copy, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (copy / "hydit" / "sample_settings.py").write_text('prompts = ["Your custom prompt 1"]\nnum_steps = 20\n')
+    script = "import hydit.training as t; from halation.training.config import TrainConfig; "
+    script += "print(t.DEFAULTS['sample_steps'], t.by_flags(TrainConfig())['sample_prompts'])"
+    code, said, errors = started([sys.executable, "-c", script], copy)
+    assert code == 0, errors
+    assert said == "20 ('Your custom prompt 1',)\n"
 
 
 # Training
@@ -388,6 +400,69 @@ def test_the_function_draws_on_all_ranks_what_the_pipeline_draws_alone(
 
 def sampled_with_prompts(world: Any, model: Path, results: Path, wrapping: str, prompts: list[str]) -> Any:
     return sampled(world, model, results, wrapping, sample_prompts=prompts)
+
+
+def saved(world: Any, model: Path, results: Path, wrapping: str) -> Any:
+    """One call of `save_checkpoint` on this rank."""
+    import diffusers
+    from hydit.sampling import save_checkpoint
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(model), use_safetensors=True)
+    transformer: Any = pipe.transformer.train()
+    if wrapping == "ddp":
+        transformer = torch.nn.parallel.DistributedDataParallel(transformer)
+    elif wrapping == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in transformer.blocks:
+            fully_shard(block)
+        fully_shard(transformer)
+    arguments = argparse.Namespace(results_dir=results, image_size=32, sample_steps=1)
+    try:
+        rows = save_checkpoint(
+            transformer, pipe.scheduler, pipe.vae, pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2,
+            pipe.tokenizer_2, world.rank, world.size, arguments, logging.getLogger("recipe"), 10,
+        )  # fmt: skip
+    except OSError as error:
+        return str(error)
+    return [row["state"] for row in rows]
+
+
+@pytest.mark.parametrize(("size", "wrapping"), [(2, "ddp"), (2, "fsdp")])
+def test_save_checkpoint_writes_a_transformer_for_diffusers_and_samples(
+    ranks: RankPool, tmp_path: Path, size: int, wrapping: str
+) -> None:
+    import diffusers
+
+    model = tiny_models.built("hunyuan")
+    assert ranks.run(size, saved, model, tmp_path, wrapping) == [["done"] * size] * size
+    folder = tmp_path / "checkpoints" / "step_0000010" / "transformer"
+    again = diffusers.HunyuanDiT2DModel.from_pretrained(str(folder), use_safetensors=True).state_dict()
+    first = diffusers.HunyuanDiT2DModel.from_pretrained(str(model / "transformer")).state_dict()
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    assert [path.name for path in folder.parent.iterdir()] == ["transformer"]
+    assert len(sample_names(tmp_path / "samples" / "step_0000010")) == 2 * size
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_rank_0_after_the_samples(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    said = ranks.run(2, saved, tiny_models.built("hunyuan"), tmp_path, "ddp")
+    assert said[0].endswith(
+        "cannot write to directory " + str(tmp_path / "checkpoints/step_0000010/transformer: Not a directory")
+    )
+    assert said[1] == ["done", "done"]
+
+
+def test_a_checkpoint_of_weights_that_zero_3_shards_is_refused() -> None:
+    from hydit.sampling import save_checkpoint
+
+    module = torch.nn.Linear(2, 2)
+    module.weight.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="sharded by ZeRO-3"):
+        save_checkpoint(module, *[None] * 6, 0, 1, argparse.Namespace(), logging.getLogger("recipe"), 1)
 
 
 def refused(world: Any, model: Path, results: Path) -> str:

@@ -24,6 +24,7 @@ from support.rank_pool import RankPool
 RECIPE = Path(__file__).parents[2] / "recipes" / "wan_distill"
 sys.path.insert(0, str(RECIPE))
 
+import recipe_checks  # noqa: E402
 import test_parallel_sample_generation as check  # noqa: E402
 import tiny_wan  # noqa: E402
 import train_distillation as recipe  # noqa: E402
@@ -257,6 +258,34 @@ def test_the_script_that_tries_four_ranks_tells_what_it_checked(tmp_path: Path) 
     assert "[2, 2, 2, 0]" in said
     assert said.splitlines()[-1] == "ALL CHECKS PASSED"
     assert started([sys.executable, check.__file__, tmp_path / "here"], tmp_path)[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "num_checks"), [("test_fixes.py", 7), ("test_nccl_timeout_fix.py", 7)])
+def test_a_script_of_the_recipe_finds_its_fix(tmp_path: Path, name: str, num_checks: int) -> None:
+    code, said, errors = started([sys.executable, RECIPE / name], tmp_path, timeout_s=800)
+    assert code == 0, said + errors
+    assert len([line for line in said.splitlines() if line.startswith("ok ")]) == num_checks
+    assert said.splitlines()[-1] == "ALL CHECKS PASSED"
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_a_check_of_the_scripts_that_fails_or_raises_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe_checks.report(iter([(True, "this holds")]))
+    assert not recipe_checks.report(iter([(False, "this does not"), (True, "this holds")]))
+
+    def missing() -> Any:
+        yield True, "this holds"
+        (RECIPE / "nosuch").read_text()
+
+    assert not recipe_checks.report(missing())
+    assert recipe_checks.main("it", lambda folder: iter([(False, "this does not")])) == 1
+    said = capsys.readouterr().out
+    assert "FAIL this does not" in said
+    assert "FAIL FileNotFoundError" in said
+    assert said.splitlines()[-1] == "SOME CHECKS FAILED"
 
 
 def test_what_does_not_hold_is_told_and_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,14 +106,14 @@ def commands(page: Path) -> Iterator[Command]:
     """The commands in all shell blocks and Kubernetes manifests of a page."""
     for block in blocks(page):
         if block.language in SHELL:
-            yield from _shell_commands(block)
+            yield from shell_commands(block)
         elif block.language in ("yaml", "yml"):
             for part in yaml.safe_load_all("\n".join(block.lines)):
                 for words in manifest_commands(part):
                     yield Command(page=page, line=block.line, words=tuple(words))
 
 
-def _shell_commands(block: Block) -> Iterator[Command]:
+def shell_commands(block: Block) -> Iterator[Command]:
     """The commands of a block; without a language only lines that start with `halation` count."""
     lines = [line if block.language or line.startswith("halation ") else "" for line in block.lines]
     for offset, line in _logical_lines(lines):

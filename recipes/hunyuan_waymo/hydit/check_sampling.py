@@ -21,7 +21,7 @@ from halation.images.png_codec import read_png
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hydit.sample_settings import prompts  # noqa: E402
+from hydit.sample_settings import prompts
 
 FOLDER = Path("results/test_sampling")
 NUM_RANKS = 4

@@ -33,7 +33,6 @@ from diffusers import HunyuanDiTPipeline  # noqa: E402
 
 from halation.models.pipelines.training.denoiser import PipelineDenoiser  # noqa: E402
 from halation.models.pipelines.training.hunyuan_dit import HunyuanFamily  # noqa: E402
-
 from hydit.sample_settings import num_steps, prompts  # noqa: E402
 
 TIMEOUT_S = 600.0

@@ -18,7 +18,7 @@ from halation.training.config import TrainConfig
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hydit.sample_settings import num_steps, prompts  # noqa: E402
+from hydit.sample_settings import num_steps, prompts
 
 TINY = "tiny_hunyuandit"
 NUM_CPU_RANKS = 2
