@@ -27,6 +27,10 @@ SLOW = {
     "evaluation.md",
     "data.md",
     "gallery.md",
+    "lora.md",
+    "notebook.md",
+    "overnight.md",
+    "scores.md",
 }
 """Pages with commands that take seconds each; faster tests cover the same commands elsewhere."""
 
@@ -74,4 +78,8 @@ def test_every_mark_has_its_block() -> None:
         "evaluation.md",
         "finetuning.md",
         "distillation.md",
+        "lora.md",
+        "notebook.md",
+        "overnight.md",
+        "scores.md",
     }
