@@ -307,6 +307,17 @@ def test_errors_come_back_from_processes_as_they_were_or_as_text() -> None:
         workers.close()
 
 
+@pytest.mark.parametrize("source", ["a file", "standard input"])
+def test_a_script_without_a_main_guard_runs_once_beside_its_processes(tmp_path: Path, source: str) -> None:
+    script = "print('once')\nfrom halation.data.process_pool import ProcessPool\n"
+    script += "pool = ProcessPool(abs, 2)\nprint(pool.submit(-3).result())\npool.close()\n"
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "script.py"] if source == "a file" else [sys.executable, "-"]
+    done = subprocess.run(command, cwd=tmp_path, input=script, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "once\n3\n"
+
+
 def test_a_parent_that_closes_nothing_ends_and_obeys_sigterm(tmp_path: Path) -> None:
     """Workers ignore signals; their parent's end must not wait for them."""
     script = tmp_path / "parent.py"

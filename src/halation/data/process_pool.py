@@ -13,9 +13,11 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -67,7 +69,8 @@ class ProcessPool(Generic[Result]):
                 pipe, child_pipe = context.Pipe()
                 with child_pipe:
                     process = context.Process(target=_worker_main, args=(child_pipe, os.getpid()), daemon=True)
-                    process.start()
+                    with _hidden_main_module():
+                        process.start()
                 self._processes.append(process)
                 arguments = (process, pipe, pickled_function)
                 self._threads.append(threading.Thread(target=self._serve, args=arguments, name="worker", daemon=True))
@@ -160,3 +163,18 @@ def _pickle_error(error: BaseException) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, LookupError, ImportError):
         return pickle.dumps((False, RuntimeError(formatted)))
     return message
+
+
+@contextlib.contextmanager
+def _hidden_main_module() -> Iterator[None]:
+    """Start processes that do not import the main module.
+
+    They would run a user's script once more if it has no `if __name__ == "__main__"`, and fail if it was read from
+    standard input.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
