@@ -223,6 +223,8 @@ def test_no_line_is_wider_than_the_terminal_and_every_line_has_its_count(width: 
         assert len(ESCAPE.sub("", line)) <= width
     if width >= 60:
         assert all("failed:" in line for line in drawn(progress, width, 30))
+    if width >= 80:
+        assert all("success:" in line for line in drawn(progress, width, 30))
 
 
 def test_columns_stay_where_they_are_while_the_numbers_grow() -> None:

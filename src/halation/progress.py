@@ -448,8 +448,8 @@ class GenerationProgress(ProgressDisplay):
             "count": 2 * digits + 1,
             "failed": len("failed: ") + min(digits, 4),
             "times": 15,
-            "state": 23,
             "success": len("success: ") + digits,
+            "state": 23,
             "speed": 9,
         }
         return self.render_bars([*list(self.workers.values()), self.overall()], wanted, width, height)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from halation.data.streets import Streets
+from halation.images.png_codec import encode_png
 from support import tiny_models
 from support.docs import ROOT, SHELL, Command, Inputs, blocks, environment, shell_commands, without_blocks
 
@@ -128,7 +130,10 @@ def placed(name: str, inputs: Inputs, folder: Path) -> Path:
         (recipe / "mscoco_data").mkdir()
         (recipe / "mscoco_data" / "prompts.csv").symlink_to(inputs.prompts("csv"))
     if name == "dit_registers":
-        (recipe / "FOLDER").symlink_to(inputs.images, target_is_directory=True)
+        (recipe / "FOLDER" / "streets").mkdir(parents=True)  # one class
+        for index in range(20):  # an evaluation needs 16
+            image = encode_png(Streets(32, 32).train(index).pixels, {})
+            (recipe / "FOLDER" / "streets" / f"{index}.png").write_bytes(image)
     return recipe
 
 
