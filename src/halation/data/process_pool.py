@@ -16,8 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -61,6 +60,9 @@ class ProcessPool(Generic[Result]):
         self._threads: list[threading.Thread] = []
         pickled_function = pickle.dumps(function)
         context = multiprocessing.get_context("spawn")
+        # The processes must not import the main module: a user's script without `if __name__ == "__main__"` would run
+        # again in each of them, and one from standard input could not be read.
+        main = sys.modules["__main__"]
         # Run before multiprocessing's exit handler, which would send a signal that they ignore and wait for them.
         atexit.register(self.close)
         try:
@@ -69,8 +71,11 @@ class ProcessPool(Generic[Result]):
                 pipe, child_pipe = context.Pipe()
                 with child_pipe:
                     process = context.Process(target=_worker_main, args=(child_pipe, os.getpid()), daemon=True)
-                    with _hidden_main_module():
+                    sys.modules["__main__"] = type(main)("__main__")
+                    try:
                         process.start()
+                    finally:
+                        sys.modules["__main__"] = main
                 self._processes.append(process)
                 arguments = (process, pipe, pickled_function)
                 self._threads.append(threading.Thread(target=self._serve, args=arguments, name="worker", daemon=True))
@@ -163,18 +168,3 @@ def _pickle_error(error: BaseException) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, LookupError, ImportError):
         return pickle.dumps((False, RuntimeError(formatted)))
     return message
-
-
-@contextlib.contextmanager
-def _hidden_main_module() -> Iterator[None]:
-    """Start processes that do not import the main module.
-
-    They would run a user's script once more if it has no `if __name__ == "__main__"`, and fail if it was read from
-    standard input.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
