@@ -113,17 +113,20 @@ else
     metrics=(${without[@]+"${without[@]}"})
 fi
 if [ "${#metrics[@]}" -gt 0 ] && ! check "${metrics[@]}"; then
-    possible=()
+    possible=() errors=()
     for metric in "${metrics[@]}"; do
         if check "$metric"; then
             possible+=("$metric")
         elif is_required "$metric"; then
-            printf '%s\n' "$message" >&2
-            exit 2
+            errors+=("$message")
         else
             not_computed+=("$metric: ${message#*halation: }")
         fi
     done
+    if [ "${#errors[@]}" -gt 0 ]; then
+        printf '%s\n' "${errors[@]}" >&2
+        exit 2
+    fi
     metrics=(${possible[@]+"${possible[@]}"})
 fi
 [ "${#not_computed[@]}" = 0 ] || name_missing "cannot be computed and will be left out"

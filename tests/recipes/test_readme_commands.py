@@ -65,7 +65,7 @@ NOT_HERE = {
 OUTPUTS = {"dit_registers": "runs", "hunyuan_waymo": "results/waymo_*", "wan_distill": "outputs/wan_t2i"}
 """Run folders that each command of a page begins anew: its commands are alternatives."""
 MADE = {
-    "coco_eval": ("generated_images/000001_seed42.png", "eval_output_results.json"),
+    "coco_eval": ("generated_images/0_seed42.png", "eval_output_results.json"),
     "dit_registers": ("model.pth", "runs/dit_registers/export/model.safetensors"),
     "hunyuan_waymo": ("results/waymo_base/samples/step_0000002/gpu_0_sample.png", "FOLDER/model_index.json"),
     "streets_64": ("runs/streets-64/export/model.safetensors", "outputs/streets_64/streets-64-fast_2_steps.json"),

@@ -85,7 +85,8 @@ def _whole_weights(module: nn.Module, rank: int) -> dict[str, Tensor]:
     if not is_sharded(module):
         return {name: value.detach().cpu() for name, value in module.state_dict().items()} if rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(module, options=options))
+    weights: dict[str, Any] = get_model_state_dict(module, options=options)
+    return weights
 
 
 def _write_transformer(module: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
