@@ -44,5 +44,6 @@ def test_every_cited_file_and_test_exists() -> None:
 def test_the_index_names_every_page_and_every_recipe() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     wanted = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    wanted |= {f"stories/{page.name}" for page in (ROOT / "docs" / "stories").glob("*.md")} | {"../examples/configs/"}
     recipes = {f"../recipes/{folder.name}/" for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.*"))}
     assert {name for name in wanted | recipes if f"]({name}" not in index} == set()
