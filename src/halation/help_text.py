@@ -168,6 +168,7 @@ class HelpPage:
             return text.rstrip(".")
         ends = [match.start() for match in _CLAUSE_END.finditer(text) if match.start() <= room]
         whole = [end for end in ends if end >= _MIN_CLAUSE * room and text[:end].count("(") == text[:end].count(")")]
+        whole = [end for end in whole if text[end] != ":"] or whole  # what follows a colon belongs to it
         if whole:
             return text[: whole[-1]]
         return text[: max(text.rfind(" ", 0, max(room - 3, 1)), 0)].rstrip(",;:") + " ..."
