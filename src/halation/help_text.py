@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 _GROUP = re.compile(r"^\s*# -- (.*)$")
 _CLAUSE_END = re.compile(r"(?<=[\w\")])(?:[.;:](?=\s|$)| (?=\()|,(?= by ))")
 _PLACES = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
@@ -85,7 +83,7 @@ class HelpPage:
             shown = {name: text for name, text in read_fields(base).items() if name not in self._texts}
             self._texts |= {name: text for name, text in shown.items() if name in self._fields}
         self._texts = {
-            name: text for name, text in self._texts.items() if tyro.conf.Suppress not in self._split_hint(name)[1]
+            name: text for name, text in self._texts.items() if "Suppress" not in str(self._split_hint(name)[1])
         }
         self.common = str(getattr(config_type, "COMMON", "")).split() or list(self._texts)
 
@@ -133,7 +131,7 @@ class HelpPage:
         return hint, marks
 
     def _is_positional(self, name: str) -> bool:
-        return bool(self._fields[name].metadata.get("positional")) or tyro.conf.Positional in self._split_hint(name)[1]
+        return bool(self._fields[name].metadata.get("positional")) or "Positional" in str(self._split_hint(name)[1])
 
     def _default(self, name: str) -> str:
         default = self.defaults.get(name, self._fields[name].default)
