@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 _GROUP = re.compile(r"^\s*# -- (.*)$")
 _CLAUSE_END = re.compile(r"(?<=[\w\")])(?:[.;:](?=\s|$)| (?=\()|,(?= by ))")
 _PLACES = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
@@ -85,7 +83,7 @@ class HelpPage:
             shown = {name: text for name, text in read_fields(base).items() if name not in self._texts}
             self._texts |= {name: text for name, text in shown.items() if name in self._fields}
         self._texts = {
-            name: text for name, text in self._texts.items() if tyro.conf.Suppress not in self._split_hint(name)[1]
+            name: text for name, text in self._texts.items() if "Suppress" not in str(self._split_hint(name)[1])
         }
         self.common = str(getattr(config_type, "COMMON", "")).split() or list(self._texts)
 
@@ -133,7 +131,7 @@ class HelpPage:
         return hint, marks
 
     def _is_positional(self, name: str) -> bool:
-        return bool(self._fields[name].metadata.get("positional")) or tyro.conf.Positional in self._split_hint(name)[1]
+        return bool(self._fields[name].metadata.get("positional")) or "Positional" in str(self._split_hint(name)[1])
 
     def _default(self, name: str) -> str:
         default = self.defaults.get(name, self._fields[name].default)
@@ -168,6 +166,7 @@ class HelpPage:
             return text.rstrip(".")
         ends = [match.start() for match in _CLAUSE_END.finditer(text) if match.start() <= room]
         whole = [end for end in ends if end >= _MIN_CLAUSE * room and text[:end].count("(") == text[:end].count(")")]
+        whole = [end for end in whole if text[end] != ":"] or whole  # what follows a colon belongs to it
         if whole:
             return text[: whole[-1]]
         return text[: max(text.rfind(" ", 0, max(room - 3, 1)), 0)].rstrip(",;:") + " ..."
