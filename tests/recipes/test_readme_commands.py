@@ -130,10 +130,10 @@ def placed(name: str, inputs: Inputs, folder: Path) -> Path:
         (recipe / "mscoco_data").mkdir()
         (recipe / "mscoco_data" / "prompts.csv").symlink_to(inputs.prompts("csv"))
     if name == "dit_registers":
-        (recipe / "FOLDER" / "streets").mkdir(parents=True)  # one class
-        for index in range(20):  # an evaluation needs 16
+        (recipe / "FOLDER" / "road").mkdir(parents=True)  # the class that is sampled
+        for index in range(40):  # an evaluation needs 16
             image = encode_png(Streets(32, 32).train(index).pixels, {})
-            (recipe / "FOLDER" / "streets" / f"{index}.png").write_bytes(image)
+            (recipe / "FOLDER" / "road" / f"{index}.png").write_bytes(image)
     return recipe
 
 
