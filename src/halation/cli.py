@@ -152,6 +152,7 @@ def parse(
     """Parse the config of a command: flags override `--config FILE`, which overrides defaults."""
     config_class = config_type(command)
     prog = prog or f"halation {command}"
+    _, _, args = _pop_input_flags(args)  # recipes parse before they run
     file, rest = _pop_config_flag(args)
     asked = [word[:2] + word[2:].replace("-", "_") for word in rest]
     if hasattr(config_class, "check_words"):
