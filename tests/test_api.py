@@ -146,16 +146,19 @@ def test_a_generation_from_python_says_by_its_code_whether_every_image_is_there(
 def test_prompts_may_be_texts_or_one_file(tmp_path: Path) -> None:
     settings = {"model_path": "testcard", "height": 32, "width": 32, "progress": "none"}
     texts = ["a red car", "two\nlines"]
-    assert halation.generate(prompts=texts, output_dir=tmp_path / "texts", **settings) == 0
+    assert halation.generate(prompts=texts, output_dir=tmp_path / "texts", **settings).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "texts" / "metadata.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == texts
     (tmp_path / "prompts.txt").write_text("a red car\na blue car\n")
-    assert halation.generate(prompts=str(tmp_path / "prompts.txt"), output_dir=tmp_path / "file", **settings) == 0
+    assert (
+        halation.generate(prompts=str(tmp_path / "prompts.txt"), output_dir=tmp_path / "file", **settings).exit_code
+        == 0
+    )
     first = "000001_seed42.png"
     assert (tmp_path / "texts" / first).read_bytes() == (tmp_path / "file" / first).read_bytes()
     with pytest.raises(InputError, match=r"no such file: .*missing\.txt"):
         halation.generate(prompts=str(tmp_path / "missing.txt"), output_dir=tmp_path / "never", **settings)
-    with pytest.raises(InputError, match=r"--prompts a with --prompts_csv b\.csv"):
+    with pytest.raises(InputError, match=r"--prompts - with --prompts_csv b\.csv"):
         halation.generate(prompts=["a"], prompts_csv="b.csv", output_dir=tmp_path / "never", **settings)
 
 

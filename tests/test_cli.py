@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -95,11 +96,13 @@ def class_folder(folder: Path) -> Path:
     "words", [["--help"], ["train", "--help"], ["distill", "--help_all"], ["sample", "--help"], ["train", "-h"]]
 )
 def test_help_answers_within_half_a_second(words: list[str]) -> None:
+    """In processor time, which does not depend on other work of the machine."""
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([HALATION, *words], capture_output=True, text=True, timeout=30)
-        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
         assert "usage: halation" in done.stdout
     assert min(seconds) < 0.5, seconds
@@ -462,8 +465,8 @@ def test_help_shows_groups_defaults_and_the_words_of_the_field(
     groups = re.findall(r"^(\w.*):$", said, re.MULTILINE)
     assert groups[:3] == ["output and data", "model", "optimisation"]
     assert {"distributed", "sampling", "evaluation"} <= set(groups)
-    assert re.search(r"^  --batch_size N .* \[32\]$", said, re.MULTILINE)
-    assert re.search(r"^  --dtype fp32\|bf16\|fp16 .* \[fp32\]$", said, re.MULTILINE)
+    assert re.search(r"^  --keep_last N .* \[3\]$", said, re.MULTILINE)
+    assert re.search(r"^  --dtype fp32\|bf16\|fp16 .*by default fp32", said, re.MULTILINE)
     for word in ("validation", "radient checkpointing", "Mixed precision", "radient accumulation", "Learning rate"):
         assert word in said
     full = shown_help(capsys, monkeypatch, 80, "train", "--help_all")

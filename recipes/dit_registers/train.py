@@ -16,7 +16,7 @@ from halation import cli
 from halation.distributed import launcher
 from halation.errors import HalationError
 from halation.runs.run_folder import RunFolder, read_record
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, fill_dit_defaults
 
 PROG = "train.py"
 MAX_CPU_MICRO_BATCH = 4
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     """Train, and return the exit code."""
     try:
         # Parsed twice: the number of steps and the batch size decide the defaults of others.
-        asked: TrainConfig = cli.parse("train", words, defaults=DEFAULTS, prog=PROG)
+        asked: TrainConfig = fill_dit_defaults(cli.parse("train", words, defaults=DEFAULTS, prog=PROG))
         micro_batches = [] if launcher.num_gpus() else cpu_micro_batches(asked)
     except HalationError as error:
         print(f"{PROG}: {error}", file=sys.stderr)

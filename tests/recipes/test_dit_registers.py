@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from halation.runs.run_folder import RunFolder, create_or_resume_run
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, fill_dit_defaults
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "dit_registers"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -124,7 +124,7 @@ def test_run_single_gpu_is_one_rank_and_flags_and_wandb_mode_win_over_the_recipe
 
 def test_without_a_gpu_a_batch_runs_in_micro_batches_of_the_same_total(tmp_path: Path) -> None:
     def flags(**settings: int) -> list[str]:
-        return train.cpu_micro_batches(TrainConfig(output_dir=tmp_path / "run", **settings))
+        return train.cpu_micro_batches(fill_dit_defaults(TrainConfig(output_dir=tmp_path / "run", **settings)))
 
     assert flags(batch_size=128) == ["--batch_size", "4", "--accumulate", "32"]
     assert flags(batch_size=64, accumulate=3) == ["--batch_size", "4", "--accumulate", "48"]
@@ -138,11 +138,11 @@ def test_a_run_that_was_started_with_larger_micro_batches_keeps_them(tmp_path: P
     run.folder.mkdir()
     settings = {"batch_size": 16, "accumulate": 1}
     create_or_resume_run(run, "train", settings, {}, accept_changes=False)
-    asked = TrainConfig(output_dir=run.folder, batch_size=16)
+    asked = fill_dit_defaults(TrainConfig(output_dir=run.folder, batch_size=16))
     assert train.cpu_micro_batches(asked) != [], "a start that was refused fixes nothing"
     (run.checkpoints / "step_0000001").mkdir(parents=True)
     assert train.cpu_micro_batches(asked) == []
-    assert train.cpu_micro_batches(TrainConfig(output_dir=run.folder, batch_size=32)) != []
+    assert train.cpu_micro_batches(fill_dit_defaults(TrainConfig(output_dir=run.folder, batch_size=32))) != []
 
 
 def test_a_run_with_fewer_steps_than_the_first_evaluation_has_none() -> None:

@@ -22,7 +22,7 @@ from halation.models.pipelines.training.denoiser import PipelineDenoiser, module
 from halation.models.pipelines.training.lora import inject_lora
 from halation.runs.run_folder import RunFolder
 from halation.training import memory_fit_check, pipeline_finetuning, training_task
-from halation.training.config import TrainConfig
+from halation.training.config import TrainConfig, fill_dit_defaults
 from halation.training.loop import denoising_objective, mixed_precision
 from halation.training.training_task import TrainingTask
 from support import tiny_models
@@ -75,7 +75,7 @@ def cost(checkpointing: bool = False) -> memory_fit_check.ImageCost:
 def test_a_batch_that_does_not_fit_is_refused_with_a_size_that_does() -> None:
     """A batch that fits is accepted; one that does not is refused with a size that does."""
     each = cost().bytes_on_host()
-    config = TrainConfig(batch_size=64, accumulate=2)
+    config = fill_dit_defaults(TrainConfig(batch_size=64, accumulate=2))
     assert memory_fit_check.batch_error(config, cost(), CPU, 64, 64 * each) is None
     error = memory_fit_check.batch_error(config, cost(), CPU, 64, 50 * each)
     assert error is not None
@@ -85,7 +85,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_a_size_that_does() -> None:
 
 
 def test_where_not_even_one_image_fits_a_smaller_model_is_the_advice() -> None:
-    error = memory_fit_check.batch_error(TrainConfig(batch_size=1), cost(), CPU, 1, cost().bytes_on_host() / 2)
+    error = memory_fit_check.batch_error(
+        fill_dit_defaults(TrainConfig(batch_size=1)), cost(), CPU, 1, cost().bytes_on_host() / 2
+    )
     assert error is not None
     assert "--model" in error.action
 
@@ -102,7 +104,7 @@ def test_where_not_even_one_image_fits_a_smaller_model_is_the_advice() -> None:
 def test_a_smaller_batch_is_advised_with_what_is_not_done_yet(
     settings: dict[str, Any], advised: tuple[str, ...], not_advised: tuple[str, ...]
 ) -> None:
-    hint = memory_fit_check.batch_size_hint(TrainConfig(batch_size=8, accumulate=3, **settings), 4)
+    hint = memory_fit_check.batch_size_hint(fill_dit_defaults(TrainConfig(batch_size=8, accumulate=3, **settings)), 4)
     assert hint.startswith("try --batch_size 4 (with --accumulate 6 for the same global batch)")
     assert all(text in hint for text in advised)
     assert not any(text in hint for text in not_advised)
@@ -156,13 +158,13 @@ def tuning(family: str, **settings: Any) -> TrainConfig:
     folder = (
         tiny_models.wan(Path(tempfile.mkdtemp()), two_experts=False) if family == "wan" else tiny_models.built(family)
     )
-    return TrainConfig(model_path=str(folder), image_size=(64, 64), batch_size=1, **settings)
+    return fill_dit_defaults(TrainConfig(model_path=str(folder), image_size=(64, 64), batch_size=1, **settings))
 
 
 def decision(family: str, gigabytes: float, num_ranks: int, **settings: Any) -> InputError | None:
     """What the check before training says on this many GPUs of this size."""
     settings = {"engine": "single"} | settings
-    config = TrainConfig(model_path="model", image_size=(64, 64), batch_size=1, **settings)
+    config = fill_dit_defaults(TrainConfig(model_path="model", image_size=(64, 64), batch_size=1, **settings))
     world = World(rank=0, size=num_ranks, local_rank=0, device=CPU, store=HashStore(), control=None, timeout_s=1.0)
     denoiser = opened(family, config.dtype, config.weights_dtype, config.lora_rank)
     assert sum(p.numel() for p in denoiser.module.parameters()) == pytest.approx(BILLIONS[family] * GB, rel=0.03)
@@ -261,7 +263,7 @@ def test_zero_is_advised_to_shard_more_or_to_offload(stage: int, advised: list[s
 
 def test_the_parts_add_up_to_the_total() -> None:
     denoiser = opened("hunyuan", "fp32", "fp32", 0)
-    config = TrainConfig(model_path="model", engine="single")
+    config = fill_dit_defaults(TrainConfig(model_path="model", engine="single"))
     estimate = memory_fit_check.estimate_memory(config, denoiser, 1)
     number = estimate.num_trained
     assert estimate.num_parameters == number
@@ -325,7 +327,7 @@ def small_task(folder: Path, family: str, **settings: Any) -> tuple[TrainingTask
     known: dict[str, Any] = {"image_size": (64, 64), "batch_size": 4, "engine": "single", "output_dir": folder}
     if family != "dit":
         known["model_path"] = str(tiny_models.built(family))
-    config = TrainConfig(**known | settings)
+    config = fill_dit_defaults(TrainConfig(**known | settings))
     world = World(rank=0, size=1, local_rank=0, device=CPU, store=HashStore(), control=None, timeout_s=1.0)
     task = TrainingTask(world, config, RunFolder(folder))
     if family == "dit":

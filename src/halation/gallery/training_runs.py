@@ -17,7 +17,7 @@ from halation.gallery.run_file_reader import Thing, is_int64, is_number, select_
 from halation.gallery.training_samples import STEP_FOLDER, SampleCell, SampleStep, SampleStepReader
 from halation.runs.lock import OWNER_FILE
 from halation.runs.run_folder import COMMIT_FILE, EXTERNAL_TRAINER, METRICS_FILE
-from halation.training.config import TrainConfig
+from halation.training.config import DIT_DEFAULTS
 
 MAX_ROWS = 4_000
 """Limit of rows in one response; this many of the newest rows are kept without thinning."""
@@ -272,7 +272,7 @@ class TrainingRun(RunEntry):
         """Total steps; of a run that counts in epochs and did not record them, derived from the metrics."""
         planned: Any = self._settings().get("n_steps")
         num_epochs: Any = self._settings().get("num_epochs")
-        if is_int64(num_epochs) and num_epochs and planned in (None, TrainConfig.n_steps):
+        if is_int64(num_epochs) and num_epochs and planned in (None, DIT_DEFAULTS["n_steps"]):
             is_finished = self._state.status == "finished"
             return self._metrics.last_step() if is_finished else num_epochs * self._metrics.steps_per_epoch()
         return int(planned) if is_int64(planned) else 0

@@ -145,7 +145,7 @@ def test_no_captions_at_all_are_an_error() -> None:
 
 
 def test_more_images_than_captions_are_an_error() -> None:
-    with pytest.raises(InputError, match="2 images and 1 captions"):
+    with pytest.raises(InputError, match="2 images and 1 caption"):
         caption_agreement(told(("rural", "day", "dry", 0), ("rural", "day", "dry", 0)), ["A rural road"])
 
 

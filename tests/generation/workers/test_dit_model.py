@@ -82,7 +82,7 @@ def test_each_setting_changes_the_images(tmp_path: Path, run: Path, before: Path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"height": 64}, "the size of this model"),
+        ({"height": 64}, "the only size of this model"),
         pytest.param({"num_frames": 5}, "this model generates images", marks=pytest.mark.slow),
         ({"scheduler": "unipc"}, "one of euler, heun, multistep"),
         pytest.param({"guidance_scale": 1.0, "cfg_truncation_step": 1}, "no null branch", marks=pytest.mark.slow),

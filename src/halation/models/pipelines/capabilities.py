@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 OFFLOAD_MODES = ("none", "model", "layers")
 
 
+def library_class(kind: type[Any]) -> type[Any]:
+    """Return the class itself, or the class of diffusers that it is derived from."""
+    return next((base for base in kind.__mro__ if base.__module__.startswith("diffusers.")), kind)
+
+
 def call_parameters(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.__call__).parameters
 
@@ -208,7 +213,7 @@ class PipelineChecker:
     def guidance(self) -> Guidance:
         denoiser = self._denoiser
         config = {} if denoiser is None else dict(denoiser.config)
-        return call_settings.find_guidance(type(self.pipe).__name__, config, dict(self.pipe.config))
+        return call_settings.find_guidance(self.class_name, config, dict(self.pipe.config))
 
     @property
     def accepts_negative_prompt(self) -> bool:
@@ -218,7 +223,7 @@ class PipelineChecker:
         return guidance.switch == guidance.argument or self._switch_value(None) > guidance.threshold
 
     def _switch_value(self, guidance_scale: float | None) -> float:
-        defaults = call_settings.read_call_arguments(type(self.pipe).__name__)
+        defaults = call_settings.read_call_arguments(self.class_name)
         return self.guidance.switch_value(guidance_scale, self.options.arguments, defaults)
 
     @functools.cached_property
@@ -256,6 +261,11 @@ class PipelineChecker:
         self._check_steps(spec)
         self._check_guidance(spec)
 
+    @property
+    def class_name(self) -> str:
+        """The class of diffusers that the pipeline is, or that the caller's class is derived from."""
+        return library_class(type(self.pipe)).__name__
+
     @functools.cached_property
     def size_multiple(self) -> int:
         """The number that must divide height and width."""
@@ -263,7 +273,7 @@ class PipelineChecker:
         configs = [
             dict(part.config) if part is not None else {} for part in (self._denoiser, next(filter(None, parts), None))
         ]
-        return call_settings.find_size_multiple(type(self.pipe).__name__, *configs)
+        return call_settings.find_size_multiple(self.class_name, *configs)
 
     def check_size(self, height: int, width: int) -> None:
         multiple = self.size_multiple

@@ -20,7 +20,7 @@ from halation.models.async_image_result import DRY_RUN, Frames, ImageError, NonF
 from halation.models.dtypes import DTYPES
 from halation.models.pipelines import load
 from halation.models.pipelines.call_settings import CallSettings, read_call_settings
-from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters
+from halation.models.pipelines.capabilities import PipelineChecker, PipelineOptions, call_parameters, library_class
 from halation.models.pipelines.family_quirks import PipelineFamily, get_family
 from halation.models.pipelines.folder_safety_check import inspect_pipeline_folder
 from halation.models.pipelines.pipeline_hooks import DecodeCall, PipelineCall, PipelineHooks, finite_rows
@@ -188,6 +188,9 @@ def describe_pipeline(given: object) -> LoadedPipeline:
     name = Path(str(pipe.config.get("_name_or_path") or type(pipe).__name__)).name
     with scratch_folder("halation_configs_") as folder:
         pipe.save_config(folder)
+        index = json.loads((folder / "model_index.json").read_text())
+        index["_class_name"] = library_class(type(pipe)).__name__
+        (folder / "model_index.json").write_text(json.dumps(index))
         for part, component in pipe.components.items():
             if isinstance(component, diffusers.ConfigMixin):
                 component.save_config(folder / part)
@@ -221,7 +224,7 @@ def _pipeline_digest(pipe: Any) -> str:
 @contextmanager
 def borrow_pipeline(loaded: LoadedPipeline, **options: Any) -> Iterator[PipelineModel]:
     """Generate with a pipeline that the caller has loaded, and leave it as it was."""
-    pipe, family = loaded.pipe, get_family(type(loaded.pipe).__name__)
+    pipe, family = loaded.pipe, get_family(loaded.call_settings.class_name)
     checked = PipelineOptions(offload="none", compile=False, **options)
     checked.check(type(pipe), family, loaded.call_settings.guidance)
     check_tokenizers(Path(type(pipe).__name__), pipe, family)

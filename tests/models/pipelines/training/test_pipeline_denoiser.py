@@ -42,12 +42,12 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "size"), [("hunyuan", (40, 64)), ("flux", (40, 64))])
 def test_a_size_that_does_not_divide_is_refused_with_the_nearest(family: str, size: tuple[int, int]) -> None:
-    with pytest.raises(InputError, match="40 x 64") as caught:
+    with pytest.raises(InputError, match="--height 40 --width 64") as caught:
         opened(tiny_models.built(family), height=size[0], width=size[1])
-    assert "32 x 64" in caught.value.action
+    assert "--height 32 --width 64" in caught.value.action
     denoiser = opened(tiny_models.built(family))
     assert denoiser.sample_shape(64, 96) == (4, 8, 12)
-    with pytest.raises(InputError, match="30 x 32"):
+    with pytest.raises(InputError, match="--height 30 --width 32"):
         denoiser.sample_shape(30, 32)
 
 
