@@ -31,8 +31,8 @@ class Asking(TrainingSession):
 
     asked: Asked = {}
 
-    def _log(self, report: Any, window: Any) -> None:
-        super()._log(report, window)
+    def _log(self, report: Any, *arguments: Any) -> None:
+        super()._log(report, *arguments)
         for action in self.asked.get(report.step, ()) if self.world.is_rank_zero else ():
             control_requests.send_request(self.config.output_dir, action)
 

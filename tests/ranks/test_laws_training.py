@@ -30,8 +30,8 @@ class Watched(TrainingSession):
         super().__init__(world, config)
         self.digests: list[str] = []
 
-    def _log(self, report: Any, window: Any) -> None:
-        super()._log(report, window)
+    def _log(self, report: Any, *arguments: Any) -> None:
+        super()._log(report, *arguments)
         content = b"".join(p.detach().numpy().tobytes() for _, p in self.engine.named_parameters())
         self.digests.append(hashlib.sha256(content).hexdigest())
 
@@ -39,8 +39,8 @@ class Watched(TrainingSession):
 class Nudged(TrainingSession):
     """Moves one parameter of one rank by the smallest possible amount after the second step."""
 
-    def _log(self, report: Any, window: Any) -> None:
-        super()._log(report, window)
+    def _log(self, report: Any, *arguments: Any) -> None:
+        super()._log(report, *arguments)
         if report.step == 2 and self.world.rank == self.world.size - 1:
             with torch.no_grad():
                 values = dict(self.engine.named_parameters())[NUDGED].view(-1)

@@ -87,8 +87,8 @@ def train_until(world: Any, config: TrainConfig, step: int, rank: int = 0) -> in
             self._send(self.train_state.step)
             super()._train()
 
-        def _log(self, report: Any, window: Any) -> None:
-            super()._log(report, window)
+        def _log(self, report: Any, *arguments: Any) -> None:
+            super()._log(report, *arguments)
             self._send(report.step)
 
         def _send(self, done: int) -> None:
