@@ -466,13 +466,15 @@ def test_help_shows_groups_defaults_and_the_words_of_the_field(
     assert groups[:3] == ["output and data", "model", "optimisation"]
     assert {"distributed", "sampling", "evaluation"} <= set(groups)
     assert re.search(r"^  --keep_last N .* \[3\]$", said, re.MULTILINE)
-    assert re.search(r"^  --dtype fp32\|bf16\|fp16 .*by default fp32", said, re.MULTILINE)
+    assert re.search(r"^  --batch_size N .* \[32\]$", said, re.MULTILINE)
+    assert re.search(r"^  --dtype fp32\|bf16\|fp16 .* \[fp32\]$", said, re.MULTILINE)
     for word in ("validation", "radient checkpointing", "Mixed precision", "radient accumulation", "Learning rate"):
         assert word in said
     full = shown_help(capsys, monkeypatch, 80, "train", "--help_all")
     assert "--[no_]sample  [on]" in full
     flat = " ".join(full.split())
-    assert "Learning rate after warm-up. Above 0. Also --learning_rate." in flat
+    assert "Learning rate after warm-up; by default 1e-4" in flat
+    assert "Above 0. Also --learning_rate." in flat
     assert "One of auto, single, ddp, fsdp, deepspeed." in flat
 
 

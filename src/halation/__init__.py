@@ -29,6 +29,7 @@ In your own training loop, on every rank:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from collections.abc import Callable
@@ -169,13 +170,10 @@ def _call(package: str, function: str, on_progress: Callback | None, *arguments:
 
 
 def _as_config(name: str, config_name: str, config: Any, settings: dict[str, Any]) -> Any:
-    """Return the config, or the one that these keywords give."""
+    """Return the validated config: a path may be given as text, and a tuple as a list."""
     config_type = __getattr__(config_name)
-    if config is None:
-        values = importlib.import_module("halation.config").validate_settings(
-            config_type, settings, f"halation.{name}()"
-        )
-        return config_type(**values)
-    if not isinstance(config, config_type) or settings:
+    if config is not None and (type(config) is not config_type or settings):
         raise TypeError(f"halation.{name}() takes one {config_name}, or settings as keywords")
-    return config
+    values = settings if config is None else dataclasses.asdict(config)
+    validate_settings = importlib.import_module("halation.config").validate_settings
+    return config_type(**validate_settings(config_type, values, f"halation.{name}()"))

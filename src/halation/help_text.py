@@ -70,7 +70,8 @@ def format_default(default: Any) -> str:
 class HelpPage:
     """The help of a command: the settings that most users need, or all of them in full sentences.
 
-    A config class may name the former in `COMMON`; without it all are shown.
+    A config class may name the former in `COMMON`; without it all are shown. `USUAL_DEFAULTS` has the defaults of
+    settings whose default depends on others.
     """
 
     def __init__(self, config_type: type, defaults: Mapping[str, Any], width: int, *, bold: bool = False) -> None:
@@ -134,7 +135,9 @@ class HelpPage:
         return bool(self._fields[name].metadata.get("positional")) or "Positional" in str(self._split_hint(name)[1])
 
     def _default(self, name: str) -> str:
+        usual = getattr(self.config_type, "USUAL_DEFAULTS", {})
         default = self.defaults.get(name, self._fields[name].default)
+        default = usual.get(name) if default is None else default
         return "required" if default is dataclasses.MISSING else format_default(default)
 
     def _flag(self, name: str) -> str:

@@ -79,6 +79,8 @@ class TrainConfig:
         "report_to sample_prompts sample_prompts_file sample_steps guidance_scale eval_every eval_metrics"
     )
     """What --help shows; --help_all shows every setting."""
+    USUAL_DEFAULTS = DIT_DEFAULTS
+    """Shown in the help of settings whose default is None."""
 
     # -- output and data
     output_dir: Path = free_setting(Path("runs/train"))
