@@ -137,6 +137,64 @@ def test_a_copy_has_the_same_fingerprint_and_any_change_another(tmp_path: Path) 
     assert ImageFolder(folder, 8, 8).fingerprint != first
 
 
+@pytest.mark.parametrize("name", ["text", "caption", "prompt", "Caption"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_metadata_file_may_name_its_columns_as_other_trainers_do(tmp_path: Path, name: str, suffix: str) -> None:
+    folder = captioned(tmp_path, 3)
+    rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    (folder / "metadata.jsonl").unlink()
+    if suffix == "csv":
+        lines = [f"image,{name}", *(f"{row['file_name']},{row['text']}" for row in rows)]
+    else:
+        lines = [json.dumps({"image": row["file_name"], name: row["text"]}) for row in rows]
+    (folder / f"metadata.{suffix}").write_text("\n".join(lines))
+    source = ImageFolder(folder, 8, 8)
+    assert [source.train(index).caption for index in range(3)] == ["image 0", "image 1", "image 2"]
+
+
+def with_text_files(folder: Path, num: int, suffix: str = ".txt") -> Path:
+    captioned(folder, num)
+    for line in (folder / "metadata.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (folder / row["file_name"]).with_suffix(suffix).write_text(f"  {row['text']}\r\n")
+    (folder / "metadata.jsonl").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".caption"])
+@pytest.mark.parametrize("below", ["", "train", "a/b"])
+def test_captions_beside_the_images_are_those_of_a_metadata_file(tmp_path: Path, suffix: str, below: str) -> None:
+    with_text_files(tmp_path / "files" / below, 12, suffix)
+    (tmp_path / "files" / "README.txt").write_text("forty images of a car")
+    captioned(tmp_path / "table" / below, 12)
+    ours = ImageFolder(tmp_path / "files", 8, 8)
+    assert [ours.train(index).caption for index in range(12)] == [f"image {index}" for index in range(12)]
+    if below != "a/b":  # a metadata file is in the folder itself
+        assert ours.fingerprint == ImageFolder(tmp_path / "table", 8, 8).fingerprint
+
+
+def test_a_split_may_have_captions_beside_its_images(tmp_path: Path) -> None:
+    with_text_files(tmp_path / "train", 5)
+    with_text_files(tmp_path / "validation", 3)
+    source = ImageFolder(tmp_path, 8, 8)
+    assert (source.num_train, source.num_validation) == (5, 3)
+    assert source.validation(2).caption == "image 2"
+
+
+def test_captions_that_are_missing_doubled_or_not_text_are_refused(tmp_path: Path) -> None:
+    folder = with_text_files(tmp_path / "some", 12)
+    (folder / "0003.txt").unlink()
+    assert "1 of 12 images" in refused(folder).found
+    assert "have no caption file: 0003.png" in refused(folder).found
+    (folder / "0003.txt").write_text("")
+    assert ImageFolder(folder, 8, 8).train(3).caption == ""
+    (folder / "0003.caption").write_text("a car")
+    assert "0003.caption and 0003.txt" in refused(folder).found
+    (folder / "0003.caption").unlink()
+    (folder / "0003.txt").write_bytes(b"caf\xe9")
+    assert "0003.txt, line 1" in refused(folder).found
+
+
 def test_the_source_travels_to_another_process(tmp_path: Path) -> None:
     source = pickle.loads(pickle.dumps(ImageFolder(captioned(tmp_path, 3), 8, 8)))
     assert source.train(2).caption == "image 2"
@@ -165,9 +223,14 @@ def test_bad_folders_are_refused_with_what_was_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "nearest", "action"),
     [
-        ("file_name,caption,extra", "nearest is 'caption'", "rename 'caption' to 'text'"),
-        ("file_name,extra,Text", "nearest is 'Text'", "rename 'Text' to 'text'"),
-        ("filename,text,extra", "nearest is 'filename'", "rename 'filename' to 'file_name'"),
+        ("file_name,label,extra", "nearest is 'label'", "rename 'label' to 'text'"),
+        ("file_name,extra,captions_en", "nearest is 'captions_en'", "rename 'captions_en' to 'text'"),
+        ("image_files,text,extra", "nearest is 'image_files'", "rename 'image_files' to 'file_name'"),
+        (
+            "file_name,caption,prompt",
+            "'caption' and 'prompt' could each be the column of captions",
+            "rename the right one to 'text'",
+        ),
         (
             "file_name,extra,more",
             "no column 'text' among 'file_name', 'extra', 'more'",

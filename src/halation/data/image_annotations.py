@@ -1,9 +1,10 @@
-"""Lists image files with their captions or classes, from a table or from subfolders."""
+"""Lists images with captions or classes, from a table, text files or subfolders."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from halation.csv_jsonl_reader import (
     MAX_PATH_SHOWN,
     TableRow,
+    check_field,
     csv_header,
     csv_rows,
     decode_blocks,
@@ -26,11 +28,13 @@ METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
 TEXT_COLUMNS = ("text", "caption", "prompt", "description")
 """Accepted names of the two columns of a table of images; the first has precedence."""
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Files with the caption of the image of the same name beside them, as other trainers read them."""
 VALIDATION_SPLITS = ("validation", "valid", "val", "test")
 _NUM_SHOWN = 10
 _LAYOUT_ADVICE = (
     "put a metadata.jsonl or metadata.csv with the columns file_name and text next to the images, "
-    "or put the images of each class into a separate folder"
+    "or a .txt file with its caption next to each image, or put the images of each class into a separate folder"
 )
 
 
@@ -53,13 +57,13 @@ class FolderListing:
     validation: tuple[ImageEntry, ...] | None
     class_names: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    """Images of unsupported formats in the class folders."""
+    """Images of unsupported formats."""
 
 
 def read_folder(folder: Path) -> FolderListing:
-    """List a folder with a metadata file or one folder per class.
+    """List a folder with a metadata file, a caption file per image, or one folder per class.
 
-    Both may be in the folder itself, or in `train/` (with `validation/` or `test/`).
+    Each may be in the folder itself, or in `train/` (with `validation/` or `test/`).
     """
     if not folder.exists():
         raise InputError(f"no such folder: {folder}", "a folder with images", "check the path")
@@ -72,23 +76,28 @@ def read_folder(folder: Path) -> FolderListing:
     has_splits = (
         _find_metadata(folder) is None
         and train_folder.is_dir()
-        and (_find_metadata(train_folder) is not None or any(path.is_dir() for path in train_folder.iterdir()))
+        and (
+            _find_metadata(train_folder) is not None
+            or any(path.is_dir() for path in train_folder.iterdir())
+            or bool(_find_captions(_list_files(train_folder)))
+        )
     )
     top = train_folder if has_splits else folder
     names: tuple[str, ...] = ()
+    listed: Iterable[Path] = ()
     if _find_metadata(top) is not None:
         train = _read_metadata(folder, top)
+    elif captions := _find_captions(listed := _list_files(top)):
+        train = _read_captions(folder, top, listed, captions)
     else:
         train, names = _list_classes(folder, top)
+        listed = itertools.chain.from_iterable(_list_files(top / name) for name in names)
     validation_folder = (
         next((folder / name for name in VALIDATION_SPLITS if (folder / name).is_dir()), None) if has_splits else None
     )
     validation = None if validation_folder is None else _list_validation(folder, validation_folder, names)
     left_out = tuple(
-        path.relative_to(folder).as_posix()
-        for name in names
-        for path in _list_files(top / name)
-        if path.suffix.lower() in UNSUPPORTED_SUFFIXES
+        path.relative_to(folder).as_posix() for path in listed if path.suffix.lower() in UNSUPPORTED_SUFFIXES
     )
     return FolderListing(train=train, validation=validation, class_names=names, left_out=left_out)
 
@@ -155,7 +164,8 @@ def _matching_columns(names: Sequence[str], header: Sequence[str]) -> list[str]:
 
 def _list_validation(folder: Path, other: Path, names: tuple[str, ...]) -> tuple[ImageEntry, ...]:
     if not names:
-        return _read_metadata(folder, other)
+        captions = {} if _find_metadata(other) else _find_captions(listed := _list_files(other))
+        return _read_captions(folder, other, listed, captions) if captions else _read_metadata(folder, other)
     entries, own = _list_classes(folder, other)
     unknown = sorted(set(own) - set(names))
     if unknown:
@@ -192,16 +202,50 @@ def _list_classes(folder: Path, top: Path) -> tuple[tuple[ImageEntry, ...], tupl
             f"{top}: neither a metadata file nor class folders ({what})", "captions or classes", _LAYOUT_ADVICE
         )
     entries = [
-        ImageEntry(
-            name=path.relative_to(folder).as_posix(),
-            num_bytes=path.lstat().st_size if path.is_symlink() and not path.exists() else path.stat().st_size,
-            caption=name.replace("_", " "),
-            label=label,
-        )
+        _list_image(folder, path, name.replace("_", " "), label)
         for label, name in enumerate(names)
         for path in found[name]
     ]
     return tuple(entries), names
+
+
+def _list_image(folder: Path, path: Path, caption: str, label: int = -1) -> ImageEntry:
+    num_bytes = path.lstat().st_size if path.is_symlink() and not path.exists() else path.stat().st_size
+    return ImageEntry(name=path.relative_to(folder).as_posix(), num_bytes=num_bytes, caption=caption, label=label)
+
+
+def _find_captions(listed: Sequence[Path]) -> dict[Path, Path]:
+    """Return the caption files among these files by their image."""
+    by_stem: dict[Path, Path] = {}
+    for path in listed:
+        if path.suffix.lower() in CAPTION_SUFFIXES:
+            other = by_stem.setdefault(path.with_suffix(""), path)
+            if other != path and any(other.with_suffix(suffix).exists() for suffix in SUFFIXES):
+                raise InputError(f"{other} and {path.name}", "one caption file for an image", "remove one of them")
+    images = (path for path in listed if path.suffix.lower() in SUFFIXES)
+    return {path: by_stem[stem] for path in images if (stem := path.with_suffix("")) in by_stem}
+
+
+def _read_captions(
+    folder: Path, top: Path, listed: Sequence[Path], captions: Mapping[Path, Path]
+) -> tuple[ImageEntry, ...]:
+    """Read the caption of each image: the text of its file in one line."""
+    images = [path for path in listed if path.suffix.lower() in SUFFIXES]
+    missing = [path.relative_to(top).as_posix() for path in images if path not in captions]
+    if missing:
+        shown = ", ".join(shorten(name, MAX_PATH_SHOWN) for name in missing[:_NUM_SHOWN])
+        raise InputError(
+            f"{len(missing)} of {format_count(len(images), 'image')} in {top} have no caption file: {shown}",
+            f"a file with the name of the image and the ending {' or '.join(CAPTION_SUFFIXES)} for each image",
+            "add the files (an empty one trains without a caption), or remove these images",
+        )
+    within = data_folder(folder)
+    entries = []
+    for path in images:
+        text = " ".join("".join(decode_blocks(read_text_bytes(captions[path], within=within))).split())
+        check_field(str(captions[path]), 1, "caption", text)
+        entries.append(_list_image(folder, path, text))
+    return tuple(entries)
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -215,10 +259,21 @@ def _read_metadata(folder: Path, top: Path) -> tuple[ImageEntry, ...]:
         raise InputError(f"{top} has no metadata file", " or ".join(METADATA_FILES), _LAYOUT_ADVICE)
     data = read_text_bytes(metadata, within=data_folder(folder))
     is_csv = metadata.suffix == ".csv"
+    rows = iter((csv_rows if is_csv else json_rows)(str(metadata), decode_blocks(data)))
+    first = next(rows, None)
+    header = csv_header(str(metadata), decode_blocks(data)) if is_csv else [*first.values] if first else []
+    columns = _Columns(
+        *(
+            expected if expected in header or not _matching_columns(names, header)
+            else _find_column(metadata, what, names, header)
+            for expected, what, names in zip(
+                _DEFAULT_COLUMNS, ("files", "captions"), (FILE_COLUMNS, TEXT_COLUMNS), strict=True
+            )
+        )
+    )  # fmt: skip
     if is_csv:
-        _check_columns(metadata, 1, csv_header(str(metadata), decode_blocks(data)))
-    rows = (csv_rows if is_csv else json_rows)(str(metadata), decode_blocks(data))
-    return _read_entries(folder, metadata, rows, _DEFAULT_COLUMNS)
+        _check_columns(metadata, 1, header, columns)
+    return _read_entries(folder, metadata, itertools.chain([first] if first else [], rows), columns)
 
 
 def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: _Columns) -> tuple[ImageEntry, ...]:
@@ -250,18 +305,18 @@ def _read_entries(folder: Path, table: Path, rows: Iterable[TableRow], columns: 
     return tuple(entries)
 
 
-def _check_columns(metadata: Path, line: int, columns: Iterable[str]) -> None:
+def _check_columns(metadata: Path, line: int, columns: Iterable[str], wanted: _Columns) -> None:
     columns = list(columns)
     for expected, synonyms in (
-        ("file_name", ("filename", "file", "image", "path")),
-        ("text", ("caption", "prompt", "label")),
+        (wanted.file, ("filename", "file", "image", "path")),
+        (wanted.text, ("caption", "prompt", "label")),
     ):
         if expected not in columns:
             guess = _closest_column(expected, synonyms, columns)
             hint = f"; the nearest is {format_value(guess)}" if guess else ""
             raise error_at(
                 str(metadata), line, 1, f"no column {expected!r} among {format_names(columns) or 'none'}{hint}",
-                "the columns file_name and text",
+                f"the columns {wanted.file} and {wanted.text}",
                 f"rename {format_value(guess) if guess else 'the right one'} to {expected!r}",
             )  # fmt: skip
 
@@ -278,8 +333,8 @@ def _closest_column(expected: str, synonyms: Sequence[str], columns: Sequence[st
 
 def _parse_file_name(table: Path, row: TableRow, columns: _Columns, tops: Sequence[str]) -> str:
     """Return the path relative to the table's folder; absolute paths must start with a `tops`."""
-    if columns == _DEFAULT_COLUMNS:
-        _check_columns(table, row.line, row.values)
+    if not row.values.keys() >= {*columns}:
+        _check_columns(table, row.line, row.values, columns)
     name = row.values[columns.file]
     if not isinstance(name, str) or not name.strip():
         found = f"{columns.file} is {format_value(name)}"
