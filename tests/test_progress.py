@@ -32,7 +32,7 @@ from halation.progress import (
     format_duration,
     format_speed,
 )
-from support.terminal import Terminal
+from support.commands import Terminal
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

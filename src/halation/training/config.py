@@ -86,8 +86,8 @@ class TrainConfig:
     output_dir: Path = free_setting(Path("runs/train"))
     """Run folder: config, metrics, checkpoints, samples, logs, export."""
     data: str = setting("streets")
-    """Training data: a folder with metadata.jsonl|csv (file_name and text) or one folder per class; a CSV file of
-    images and captions; or `streets` (embedded, rendered on the fly)."""
+    """Training data: a folder with metadata.jsonl|csv (file_name and text), a .txt file beside each image or one folder
+    per class; a CSV file of images and captions; or `streets` (embedded, rendered on the fly)."""
     max_images: int = setting(0, low=0)
     """Train only on the first images of the data; 0 uses all."""
     image_size: tuple[int, ...] = setting((), low=1)

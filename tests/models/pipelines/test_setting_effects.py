@@ -27,10 +27,10 @@ from halation.models.pipelines.call_settings import (
 )
 from halation.models.pipelines.pipeline_model import PipelineModel, open_pipeline
 from halation.sample_specs import SampleSpec
-from support import more_tiny_models, tiny_models
+from support import tiny_models
 from support.tiny_models import drawn, specs
 
-FAMILIES = [*tiny_models.FAMILIES, *tiny_models.MORE_FAMILIES, *more_tiny_models.BUILDERS]
+FAMILIES = [*tiny_models.FAMILIES, *tiny_models.MORE_FAMILIES, *tiny_models.SIGNATURE_FAMILIES]
 WITHOUT_GUIDANCE = ("flux_schnell",)
 WITHOUT_NEGATIVE_PROMPT = ("latent_consistency", "sana_sprint")
 WITH_TRUE_CFG = ("flux", "flux_schnell")
@@ -60,7 +60,7 @@ class Opened:
 
 @functools.cache
 def opened(family: str) -> Opened:
-    folder = more_tiny_models.built(family)
+    folder = tiny_models.built(family)
     settings = read_call_settings(folder)
     side = max(32, settings.size_multiple)
     guidance = None if family in WITHOUT_GUIDANCE else 4.0
@@ -141,7 +141,7 @@ def test_every_ignored_setting_is_refused_and_is_ignored(family: str) -> None:
 
 @pytest.mark.parametrize("family", WITH_TRUE_CFG)
 def test_a_negative_prompt_is_read_with_the_argument_that_the_refusal_names(family: str) -> None:
-    folder, arguments = more_tiny_models.built(family), {"true_cfg_scale": 4.0}
+    folder, arguments = tiny_models.built(family), {"true_cfg_scale": 4.0}
     found = opened(family)
     with pytest.raises(InputError) as caught:
         found.settings.check(Given(negative_prompt=NEGATIVE), None, {})
@@ -173,7 +173,7 @@ def test_an_image_is_the_one_of_the_plain_pipeline(family: str) -> None:
     found = opened(family)
     taken = family not in (*WITHOUT_NEGATIVE_PROMPT, *WITH_TRUE_CFG)
     spec = replace(found.spec, negative_prompt=NEGATIVE if taken else "")
-    pipe = diffusers.DiffusionPipeline.from_pretrained(str(more_tiny_models.built(family)), use_safetensors=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tiny_models.built(family)), use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     output = pipe(
         prompt=spec.prompt,
@@ -193,7 +193,7 @@ def test_an_image_is_the_one_of_the_plain_pipeline(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_signature_that_is_read_from_the_source_is_that_of_the_class(family: str) -> None:
-    index = json.loads((more_tiny_models.built(family) / "model_index.json").read_text())
+    index = json.loads((tiny_models.built(family) / "model_index.json").read_text())
     parameters = inspect.signature(getattr(diffusers, index["_class_name"]).__call__).parameters
     arguments = read_call_arguments(index["_class_name"])
     assert [*arguments] == [name for name in parameters if name not in ("self", "kwargs")]
