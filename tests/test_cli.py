@@ -516,10 +516,10 @@ def test_metadata_without_a_caption_column_names_the_nearest(tmp_path: Path, ref
     folder = tmp_path / "data"
     folder.mkdir()
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(folder / "a.png")
-    (folder / "metadata.csv").write_text("file_name,caption\na.png,a car\n")
+    (folder / "metadata.csv").write_text("file_name,label\na.png,a car\n")
     said = refused("train", *TINY, "--output_dir", tmp_path / "run", "--data", folder)
     assert "'text'" in said
-    assert "'caption'" in said
+    assert "'label'" in said
 
 
 @pytest.mark.parametrize("ids", [["7"], ["-1"], ["0", "0"], ["0,1"]])
