@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import halation
+from halation.errors import read_extras
 from halation.models.model_folder import FOLDER, bundled_names
 
 ROOT = Path(__file__).parents[1]
@@ -39,9 +40,10 @@ def wanted() -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy to build in, because a build leaves folders behind."""
+    """A copy to build in, because a build leaves folders behind: of the files that the Dockerfile copies."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    (names,) = re.findall(r"^COPY (.*) \./$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    for name in names.split():
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     return folder
@@ -73,6 +75,11 @@ def test_the_version_is_told_at_once_and_is_the_package_s() -> None:
     words = "import sys; from halation.cli import main; main(['--version']);"
     words += " sys.exit('numpy' in sys.modules or 'tyro' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], capture_output=True, timeout=60).returncode == 0
+
+
+def test_the_extras_of_the_container_image_exist() -> None:
+    (extras,) = re.findall(r"'\.\[(.*)\]'", (ROOT / "Dockerfile").read_text())
+    assert set(extras.split(",")) <= read_extras().keys()
 
 
 BARE = r"""
