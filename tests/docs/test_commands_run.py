@@ -20,6 +20,8 @@ ONLY_READ = {
     "srun": "needs SLURM; tests/docs/test_cluster_generation.py runs such scripts under a stand-in for it",
     "torchrun": "several machines; tests/docs/test_cluster.py runs it with both on one",
     "docker": "needs an image",
+    "black-forest-labs/FLUX.1-dev": "needs the Hub; tests/models/test_hub_download.py runs such commands on a local one",
+    "stabilityai/stable-diffusion-xl-base-1.0": "the same",
     "RAY_ADDRESS": "a Ray of several machines; tests/generation/workers/test_ray_pool.py runs one of two nodes",
     "auto": "a Ray of several machines; tests/generation/workers/test_ray_pool.py runs one of two nodes",
     "demo": "minutes of its own; tests/tools/test_demo.py runs it",
